@@ -1,4 +1,4 @@
-"""The flags of the scripts, how a script ends, and what all modules use: UserError, JSON and text
+"""The flags of the scripts, how a script ends, and tools for all modules: UserError, JSON and text
 files.
 
 This file imports no jax, so that --help and a wrong flag are answered at once: importing jax takes
@@ -27,10 +27,10 @@ from typing import NamedTuple, TypeVar
 
 ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.12 -m venv '
                '.venv && . .venv/bin/activate && pip install -r requirements_jax.txt')
-if sys.version_info < (3, 11):  # before anything that an older one cannot read
+if sys.version_info < (3, 11):  # checked before any syntax that an older Python cannot read
     print(f'error: {sys.executable} is Python {platform.python_version()}, and JAX takes 3.11 or '
           f'newer: {ENVIRONMENT}', file=sys.stderr)
-    sys.exit(2)  # a mistake, after which no loop starts the command again
+    sys.exit(2)  # the code of a mistake, after which no loop starts the command again
 
 try:
     import fcntl
@@ -55,25 +55,26 @@ class UserError(ValueError):
 
 
 class TryAgain(UserError):
-    """What may be over soon, as a network that is down: the scripts exit with 75, after which a
-    loop starts them again."""
+    """An error that may be over soon, as a network that is down. The scripts exit with 75, after
+    which a loop starts them again."""
 
 
 def refuse(refusals):
-    """Raises UserError with the message of the first of the (condition, message) that holds."""
+    """Raises UserError with the message of the first pair (condition, message) whose condition is
+    true."""
     for is_wrong, message in refusals:
         if is_wrong:
             raise UserError(message)
 
 
 def one_line(error):
-    """Returns the text of an error for the user."""
+    """Returns the text of an error for the user, on one line."""
     return f'error: {" ".join(str(error).split())}'
 
 
 def check_choice(name, value, choices):
     """Raises UserError unless the value of the flag or option `name` is one of the choices. The
-    choice '' stands for off, and the message does not name it."""
+    choice '' means off; the message does not list it."""
     if value not in choices:
         named = [choice for choice in choices if choice]
         raise UserError(f'{name} must be one of {", ".join(named)}, not {value!r}')
@@ -84,7 +85,7 @@ def check_choice(name, value, choices):
 
 def read_text(path, *, newline=None):
     """Returns the text of a UTF-8 file without its byte-order mark. newline: as for open(). Raises
-    UserError if it cannot be read."""
+    UserError if the file cannot be read."""
     try:
         with open(path, encoding='utf-8-sig', newline=newline) as file:
             return file.read()
@@ -95,8 +96,8 @@ def read_text(path, *, newline=None):
 
 
 def printable(name):
-    """Returns a name from an untrusted file for a message of one line: escaped where it is not
-    printable, and truncated after 200 characters."""
+    """Returns a name from an untrusted file in a form that fits on one line of a message: escaped
+    if it is not printable, and truncated after 200 characters."""
     shown = name if name.isprintable() else repr(name)
     if len(shown) > 200:
         return f'{shown[:200]}...'
@@ -104,26 +105,29 @@ def printable(name):
 
 
 def whole_characters(text):
-    """Returns the text with U+FFFD for each half of a character. "\\ud83d" in JSON leaves one, and
+    """Returns the text with U+FFFD for each unpaired surrogate. "\\ud83d" in JSON leaves one, and
     so does a byte that is not UTF-8."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def find_shipped(kind, name):
-    """Returns the path of a file or folder of config/ or data/, the `kind`: first beside the
-    caller, then in this program's own checkout or installation."""
+    """Returns the path of a file or folder `name` of config/ or data/. It looks beside the caller
+    (in the current folder) first, then in this program's checkout and installation.
+
+    kind: 'config' or 'data'. If the name is nowhere, returns its path in the checkout, or, without
+    a checkout, beside the caller."""
     for place in (Path(kind), ROOT / kind, INSTALLED / kind):
         if (place / name).exists():
             return place / name
-    # found nowhere: the place beside the caller
+    # found nowhere: the path in the checkout, or without one beside the caller
     return (ROOT if (ROOT / kind).is_dir() else Path()) / kind / name
 
 
 def write_text(path, text):
-    """Writes a file atomically, so that it is complete or not there, and makes its folder."""
-    path = Path(os.path.realpath(path))  # a link stays one
+    """Writes a text file atomically: it is complete or does not exist. Makes its folder."""
+    path = Path(os.path.realpath(path))  # a link stays a link
 
-    # A pipe or /dev/null is written as it is. For a folder this is an OSError.
+    # A pipe or /dev/null is written directly. A folder raises OSError.
     if os.path.exists(path) and not os.path.isfile(path):
         path.write_text(text, encoding='utf-8')
         return
@@ -135,8 +139,8 @@ def write_text(path, text):
 
 @contextlib.contextmanager
 def new_file(path):
-    """Gives the path of a temporary file to write. It is renamed to `path` at the end of the block,
-    unless the block fails, so that a file of this name is complete."""
+    """Yields the path of a temporary file to write. At the end of the block it is renamed to
+    `path`; if the block fails, it is deleted. So a file at `path` is always complete."""
     unfinished = f'{path}.tmp-{os.getpid()}'
     try:
         yield unfinished
@@ -146,28 +150,31 @@ def new_file(path):
 
 
 def free_name(path):
-    """Returns the first of <path>.damaged, <path>.damaged1, ... that is not there."""
+    """Returns the first of <path>.damaged, <path>.damaged1, ... that does not exist."""
     path = Path(path)
     names = [f'{path.name}.damaged', *[f'{path.name}.damaged{n}' for n in range(1, 100)]]
     return next(path.with_name(name) for name in names if not path.with_name(name).exists())
 
 
 def note(line):
-    """Prints a line on stdout, if anybody can read it."""
+    """Prints a line on stdout. If nobody can read it, does nothing."""
     with contextlib.suppress(OSError, ValueError):
         print(line, flush=True)
 
 
 def warn(line):
-    """Prints a line on stderr, if anybody can read it: a message must not end a run."""
+    """Prints a line on stderr. If nobody can read it, does nothing: a message must not end a
+    run."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def lock_file(file, *, wait=False):
     """Locks an open file for this process until it is closed or the process ends. Returns whether
-    it succeeded; not if another process has the lock, unless wait=True waits for that. On a file
-    system without locks nothing is locked."""
+    it succeeded.
+
+    If another process has the lock, wait=True waits for it, and wait=False returns False. A file
+    system without locks locks nothing, and the result is True."""
     try:
         if fcntl:
             # not lockf: its lock is lost when this process reads the file and closes it
@@ -180,8 +187,8 @@ def lock_file(file, *, wait=False):
 
 
 def parse_json(text, name, remedy=''):
-    """Returns the value of a JSON text. Raises UserError, which begins with the name, and ends with
-    the remedy."""
+    """Returns the value of a JSON text. Raises UserError, with a message that begins with `name`
+    and ends with `remedy`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -189,8 +196,8 @@ def parse_json(text, name, remedy=''):
 
 
 def read_json(path, *, optional=False):
-    """Returns the object in a JSON file. optional: whether the file may be missing, which gives {}.
-    Raises UserError if it cannot be read."""
+    """Returns the object in a JSON file. optional: whether a missing file gives {}. Raises
+    UserError if the file cannot be read or holds no object."""
     if optional and not os.path.exists(path):
         return {}
     remedy = '; copy or download it again'
@@ -206,8 +213,8 @@ def write_json(path, values):
 
 
 def shows_fields(kind: type) -> Callable[[Function], Function]:
-    """Returns a decorator that shows the fields of a dataclass in place of **changes, in help() and
-    where an editor completes."""
+    """Returns a decorator: help() and editors show the fields of the dataclass `kind` in place of
+    **changes."""
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         shown = {name: parameter for name, parameter in signature.parameters.items()
@@ -223,15 +230,15 @@ def shows_fields(kind: type) -> Callable[[Function], Function]:
 
 
 def ceil_div(a, b):
-    """Returns a / b, rounded up, of integers."""
+    """Returns a / b of integers, rounded up."""
     return -(-a // b)
 
 # -----------------------------------------------------------------------------
 # flags
 
 def config_block(script):
-    """Returns the flags of a script, {name: comment}: the assignments between its first two rulers
-    (lines of dashes).
+    """Returns {flag: comment} of a script: the assignments between its first two rulers (lines of
+    dashes).
 
     Raises UserError for a flag without a trailing comment, because --help prints the comments."""
     source = Path(script).read_text(encoding='utf-8')
@@ -247,7 +254,7 @@ def config_block(script):
 
 
 def read_flags(script, namespace, argv=None, *, ignored=()):
-    """Returns (flags, given): all flags of the script, {name: value}, and the user's own.
+    """Returns (flags, given): all flags of the script, {name: value}, and those that the user gave.
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. A config file gives the flags that it assigns at its top
@@ -256,8 +263,8 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
     script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
     arguments, by default the command line's. ignored: names that are accepted without effect.
-    Raises UserError for an unknown name or a value of another type; an int is accepted as a
-    float."""
+    Raises UserError for an unknown name, a value of another type (an int is accepted as a float),
+    and an int that is too large."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
     defaults = {name: namespace[name] for name in comments}
@@ -281,7 +288,7 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
             if name not in defaults:
                 raise UserError(f'unknown flag --{name}; {hint_for(name, flags, script)}')
 
-            # the value has the type of the default, and an int 32 bits
+            # the value must have the type of the default, and an int must fit in 32 bits
             default = defaults[name]
             if type(default) is float and type(value) is int:
                 value = float(value)
@@ -295,11 +302,10 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
 
 def parse_flag(arg, defaults):
-    """Returns (name, value) of an argument --name=value. Raises UserError if it is written
-    otherwise.
+    """Returns (name, value) of an argument --name=value. Raises UserError if it has no '='.
 
-    The value is a Python literal, else a text. If the flag's default is a text, it is the text as
-    typed: --start=123 is a prompt."""
+    The value is a Python literal, or else a string. If the flag's default is a string, the value is
+    the text as typed, so that --start=123 is a prompt."""
     name, equals, text = arg[2:].partition('=')
     if not equals and name in defaults:
         example = True if isinstance(defaults[name], bool) else defaults[name]
@@ -320,10 +326,10 @@ def is_on_command_line(name):
 
 
 def run_config_file(path, flags):
-    """Runs a config file and returns its flags, {name: value}.
+    """Runs a config file and returns the flags that it gives, {name: value}.
 
-    flags: {name: value} before it; the file may read them. Raises UserError for a missing file, and
-    for one that fails."""
+    flags: {name: value} of all flags so far, which the file may read. Raises UserError if the file
+    is missing, or fails."""
     kind, _, name = path.replace(os.sep, '/').partition('/')
     shipped = find_shipped(kind, name) if kind == 'config' else Path(path)
     if not Path(path).is_file() and shipped.is_file():
@@ -337,7 +343,7 @@ def run_config_file(path, flags):
     except Exception as error:
         raise UserError(f'config file {path}: {type(error).__name__}: {error}') from error
 
-    # Its own assignments, and the changes of other files that it runs.
+    # The file's own assignments, and changes by other files that it runs.
     given = {}
     for name in assigned_names(tree):
         if name in values and not name.startswith('_'):
@@ -362,7 +368,7 @@ def meant_by(path, flags):
     return f' (did you mean {same[0]}?)' if same else did_you_mean(path, known)
 
 
-# The names that other programs give to flags, which spelling does not find.
+# {the name of a flag in other programs: ours}, because nearest_names only compares spellings
 ALIASES = {
     'epochs': 'max_iters',
     'model': 'init_from',
@@ -388,13 +394,13 @@ def nearest_names(name, known):
 
 
 def did_you_mean(name, known):
-    """Returns ' (did you mean NAME?)' of the nearest known name, '' if none is near."""
+    """Returns ' (did you mean NAME?)' with the nearest known name, or '' if none is near."""
     near = nearest_names(name, known)
     return f' (did you mean {near[0]}?)' if near else ''
 
 
 def hint_for(name, flags, script):
-    """Returns what to do about an unknown flag."""
+    """Returns a hint for the user about an unknown flag."""
     if name == 'config':
         return f'a config file is given by its path alone: python {Path(script).name} config/FILE.py'
     near = nearest_names(name, flags)
@@ -406,7 +412,7 @@ def hint_for(name, flags, script):
 
 
 def assigned_names(tree):
-    """Yields the names that the syntax tree of a module assigns, outside of functions, classes and
+    """Yields the names that a module's syntax tree assigns outside of functions, classes and
     comprehensions."""
     scopes = (
         ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda,
@@ -437,7 +443,7 @@ RANGES = {
 
 
 def check_ranges(flags):
-    """Raises UserError for flags that are not in RANGES."""
+    """Raises UserError for a flag outside its range in RANGES."""
     for name, (low, high) in RANGES.items():
         if name in flags and not low <= flags[name] < high:
             allowed = f'at least {low}'
@@ -447,10 +453,10 @@ def check_ranges(flags):
 
 
 class Need(NamedTuple):
-    """The condition of a flag: otherwise nothing reads it."""
+    """The condition under which a flag is read."""
     switch: str  # the name of another flag, or of a fact that the script adds to the flags
     remedy: str  # follows "nothing reads NAME=VALUE without"
-    values: tuple = ()  # of the switch; () is all that are true
+    values: tuple = ()  # the values of the switch that meet the condition; () is all true values
 
 
 EXPERTS = Need('n_expert', 'experts: add --n_expert=8')
@@ -527,8 +533,8 @@ NEEDS = {
 def is_read(script, name, flags):
     """Returns whether something reads the flag `name` of this script.
 
-    flags: {name: value} of all flags, with the facts that the script knows. If the condition is not
-    among them, it is not known yet, and the answer is True."""
+    flags: {name: value} of all flags, and of facts that the script knows. If the switch of the
+    condition is not among them, it is not known yet, and the result is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
@@ -541,27 +547,27 @@ def is_read(script, name, flags):
 def check_needs(script, flags, given):
     """Raises UserError for a given flag that nothing reads: see NEEDS.
 
-    flags: all flags, {name: value}, with the facts that the script knows. given: the flags that the
+    flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""
     for name, need in NEEDS[script].items():
         # A flag that is off itself (0, '', False) asks for nothing.
         value = given.get(name)
         if not value or is_read(script, name, flags):
             continue
-        # A switch that is turned off by name (--lora_rank=0) may follow a config file that has more
-        # flags for it.
+        # A user who turns a switch off (--lora_rank=0) may have a config file that sets other flags
+        # of the switch.
         if need.switch not in given:
             raise UserError(f'nothing reads {name}={value} without {need.remedy}; or leave {name} '
                             'out')
 
 
 def decays_learning_rate(flags):
-    """Whether the learning rate of these training flags decays to min_lr."""
+    """Returns whether these training flags make the learning rate decay to min_lr."""
     return flags['decay_lr'] and flags['lr_schedule'] != 'constant'
 
 
 def rising_learning_rate(flags):
-    """Returns a warning if the learning rate of these training flags rises to min_lr instead of
+    """Returns a warning if these training flags make the learning rate rise to min_lr instead of
     falling to it, else ''."""
     highest = flags['learning_rate']
     lowest = flags['min_lr']
@@ -573,22 +579,24 @@ def rising_learning_rate(flags):
 
 def check_given(flags, given):
     """Raises UserError for training flags of the user that contradict each other or have no effect.
-    Call it with the flags of the run, in a resumed run the checkpoint's."""
-    # nanoGPT's default of min_lr may be above, too: that is only a warning.
+
+    flags: the flags of the run; of a resumed run, those in its checkpoint. given: the user's
+    own."""
+    # nanoGPT's default of min_lr may be above learning_rate, too: that is only a warning.
     if 'min_lr' in given:
         warning = rising_learning_rate(flags)
         if warning:
             raise UserError(warning)
 
-    # A run from other weights knows its model, and the flags of it, later.
+    # A run from other weights does not know the flags of its model yet.
     if flags['init_from'] == 'scratch':
         check_needs('train_jax', flags, given)
 
 
 def check_source(flags, given):
-    """Raises UserError if flags of sampling, evaluation or export were given that init_from leaves
-    without effect."""
-    # `base` is not among them: it is refused where the model is loaded
+    """Raises UserError if out_dir or checkpoint was given although init_from is not 'resume', so
+    that nothing reads them. flags: those of sampling, evaluation or export."""
+    # `base` is not here, because it is refused when the model is loaded
     ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:
         raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is "
@@ -605,7 +613,7 @@ CHOICES = {
 
 
 def check_flags(flags):
-    """Raises UserError for training flags that are out of range."""
+    """Raises UserError for training flags that are out of range or cannot be combined."""
     check_ranges(flags)
     for name, choices in CHOICES.items():
         check_choice(name, flags[name], choices)
@@ -634,10 +642,10 @@ def check_flags(flags):
 
 class Control(NamedTuple):
     """A control of the distribution that tokens are drawn from."""
-    off: float  # the value, beside None, that leaves it out
+    off: float  # the value that switches it off, as None does
     low: float
     high: float
-    allowed: str  # the same for the user
+    allowed: str  # the allowed range, in words for the user
 
 
 LEAST = math.ulp(0.0)  # above 0
@@ -654,14 +662,14 @@ CONTROLS = {
 class Sampling:
     """The options for generating token ids.
 
-    The controls (the names of CONTROLS) are off if they are None; a temperature of None is 1. In
-    jax_text None means the default of the model's authors, see TextModel.defaults."""
+    The controls (the names of CONTROLS) are off if they are None, except that a temperature of None
+    is 1. In jax_text, None means the default of the model's authors, see TextModel.defaults."""
     # how a token is drawn
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens, clamped to the vocabulary
     top_p: float | None = None  # only the likeliest tokens that together have this probability
-    min_p: float | None = None  # only tokens at least this times as likely as the likeliest
-    repetition_penalty: float | None = None  # above 1: tokens that are there become less likely
+    min_p: float | None = None  # only tokens at least min_p times as likely as the likeliest
+    repetition_penalty: float | None = None  # above 1: tokens in the row become less likely
     n_vocab: int | None = None  # only ids below it, for a padded vocabulary; None is all
     # where a row ends
     max_new_tokens: int = 500
@@ -671,7 +679,7 @@ class Sampling:
     n_draft: int = 0  # drafts per step: the same tokens, faster where drafts are accepted
 
     def check(self):
-        """Raises UserError for values that make no sense."""
+        """Raises UserError for a value that is out of range."""
         check_ranges({'max_new_tokens': self.max_new_tokens})
         for name, control in CONTROLS.items():
             value = getattr(self, name)
@@ -684,10 +692,10 @@ class Sampling:
 class TextSampling(Sampling):
     """The options for generating text."""
     stop: str | Sequence[str] = ()  # a text ends before the first of these
-    seed: int | None = 1337  # None draws one
+    seed: int | None = 1337  # None draws a seed
 
     def check(self):
-        """Raises UserError for values that make no sense."""
+        """Raises UserError for a value that is out of range."""
         super().check()
         if self.seed is not None:
             check_ranges({'seed': self.seed})
@@ -705,7 +713,7 @@ class TextSampling(Sampling):
         return cls(**values)
 
 
-# how URLs begin; a scheme of one letter is none, but a drive of Windows
+# how URLs begin; a single letter is a drive of Windows, not a scheme
 URL = re.compile('[A-Za-z][A-Za-z0-9+.-]+://')
 
 
@@ -715,8 +723,8 @@ def is_url(path):
 
 
 def is_in_bucket(flag, path):
-    """Returns whether the path that a flag gives is gs://bucket/folder. Raises UserError for any
-    other URL: none is read or written."""
+    """Returns whether a path is gs://bucket/folder. Raises UserError for any other URL, because
+    such paths cannot be used. flag: the name of the flag that gives the path."""
     if not URL.match(str(path)):
         return False
     if str(path).startswith('gs://'):
@@ -732,12 +740,12 @@ def is_in_bucket(flag, path):
 
 
 def start_script():
-    """Makes the first settings of every script: errors end it as in exit_on_user_error, and each
-    line is written when it is printed, also into a pipe or a file."""
+    """Prepares a script: its errors end it as in exit_on_user_error, and each line is written when
+    it is printed, also into a pipe or a file."""
     sys.excepthook = exit_on_user_error
 
-    # Output that the shell has closed (2>&-) goes nowhere: else the next file that is opened, such as
-    # metrics.jsonl, would get its number, and with it what libraries print.
+    # If the shell has closed an output (2>&-), open os.devnull in its place: else the next file
+    # that is opened, such as metrics.jsonl, would get its number, and the prints of libraries.
     for number in (0, 1, 2):
         try:
             os.fstat(number)
@@ -746,19 +754,18 @@ def start_script():
     sys.stdout = sys.stdout or open(os.devnull, 'w')
     sys.stderr = sys.stderr or open(os.devnull, 'w')
 
-    # Until the script handles Ctrl-C itself there is nothing to save, and an exception would become a
-    # traceback of whatever is imported. In a notebook, where jax is there, it stays as it is.
+    # Until the script handles Ctrl-C itself, there is nothing to save: exit at once, without a
+    # traceback of the imports. A notebook has imported jax already; its handler stays.
     if 'jax' not in sys.modules and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, exit_now)
 
-    # A terminal may lack characters of a sample, which are replaced. A StringIO has no such
-    # settings.
+    # Replace characters that the terminal cannot show. A StringIO has no such settings.
     if hasattr(sys.stdout, 'reconfigure'):
         sys.stdout.reconfigure(line_buffering=True, errors='replace')
 
 
 def exit_now(signum, frame):
-    """Ends the process at once, as a handler of signals: with exit code 130 for Ctrl-C."""
+    """Ends the process at once, as a signal handler. The exit code is 130 for Ctrl-C."""
     os._exit(128 + signum)
 
 
@@ -771,22 +778,22 @@ DISK_ERRORS = (
 
 def exit_on_user_error(kind, error, traceback):
     """Ends the script, as a sys.excepthook: a UserError, a disk error or a lack of memory becomes
-    one line on stderr and exit code 2.
+    one line on stderr and exit code 2, a TryAgain exit code 75.
 
     If the reader of stdout has closed it, as `head -1` does, the script ends quietly. Other errors
     print a traceback."""
-    # Ctrl-C. The usual way out may crash while a thread of jax computes.
+    # Ctrl-C: the usual exit may crash while a thread of jax computes.
     if issubclass(kind, KeyboardInterrupt):
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         os._exit(128 + signal.SIGINT)
 
-    # Nobody reads the output, or another process has died.
+    # Nobody reads the output any more, or another process has died.
     if isinstance(error, BrokenPipeError) and discard_unread_output():
         sys.exit(128 + signal.SIGPIPE)  # the exit code that a shell reports
     exit_if_peer_died(error)
 
-    # No environment, or not this project's.
+    # A package is missing: Python runs in no environment, or not in this project's.
     if isinstance(error, ModuleNotFoundError) and error.name and not is_own_module(error.name):
         error = missing_package(error.name.partition('.')[0])
 
@@ -804,12 +811,12 @@ def exit_on_user_error(kind, error, traceback):
     sys.exit(code)
 
 
-# packages that requirements_jax.txt does not have: only some commands need them
+# packages that are not in requirements_jax.txt, because only some commands need them
 EXTRA_PACKAGES = ('datasets', 'gguf', 'pyarrow', 'gcsfs', 'google')
 
 
 def missing_package(name):
-    """Returns the UserError of a package that this Python lacks."""
+    """Returns the UserError for a package that this Python lacks."""
     remedy = ENVIRONMENT
     if name in EXTRA_PACKAGES:
         remedy = 'pip install -r requirements_dev.txt' if name == 'google' else f'pip install {name}'
@@ -817,26 +824,27 @@ def missing_package(name):
 
 
 def require_package(name):
-    """Raises UserError if a package is missing that is imported later."""
+    """Raises UserError if a package is missing, before the program imports it."""
     if importlib.util.find_spec(name) is None:
         raise missing_package(name)
 
 
 def is_own_module(name):
-    """Whether a module belongs to this project: its absence is a fault, and no missing package."""
+    """Returns whether a module belongs to this project. If it is missing, that is a bug, not a
+    missing package."""
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 
-@atexit.register  # before the interpreter flushes them, which would fail with exit code 120
+@atexit.register  # before the interpreter flushes stdout, which would fail with exit code 120
 def discard_unread_output():
-    """Sends stdout and stderr to os.devnull if their readers have closed them. Returns whether
-    stdout's has."""
+    """Sends stdout and stderr to os.devnull if their readers have closed them. Returns whether the
+    reader of stdout has closed it."""
     discard_if_unread(sys.stderr)
     return discard_if_unread(sys.stdout)
 
 
 def discard_if_unread(stream):
-    """Sends a stream to os.devnull if its reader has closed it, and returns whether it has."""
+    """Sends a stream to os.devnull if its reader has closed it. Returns whether that is so."""
     try:
         poll = select.poll()
         poll.register(stream, 0)  # errors only
@@ -851,8 +859,8 @@ def discard_if_unread(stream):
 def exit_before_others(code):
     """Ends this process with this exit code, if it is one of several.
 
-    A usual exit waits for the others, which may not have failed, and after 60 s JAX aborts them all
-    (134). Process 0 waits 3 s, so that other failing processes can print their error: JAX's
+    A usual exit waits for the others, which may not have failed, and after 60 s JAX aborts all of
+    them (134). Process 0 waits 3 s, so that other failing processes can print their errors: JAX's
     coordination service ends with process 0, and then JAX aborts the others."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
@@ -861,17 +869,17 @@ def exit_before_others(code):
         os._exit(code)
 
 
-# The exit code that says: start all processes again. It is EX_TEMPFAIL of sysexits.h.
+# The exit code that means: start all processes again. It is EX_TEMPFAIL of sysexits.h.
 PEER_DIED = 75
 
-# How messages of JAX begin that speak of other processes. It raises ValueErrors with them, too.
+# How JAX's messages about other processes begin. JAX raises them as ValueErrors, too.
 PEER_STATUS = r'(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): '
 
 
 def exit_if_peer_died(error):
     """Ends this process at once, with one line on stderr, if `error` is caused by the death of
-    another process: the usual way out (completing a checkpoint, shutting down jax.distributed)
-    would wait for the dead process."""
+    another process. The usual exit (completing a checkpoint, shutting down jax.distributed) would
+    wait for the dead process."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
 
     # The text of the error, and of the errors behind it.
