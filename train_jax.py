@@ -2,7 +2,7 @@
 
 $ python train_jax.py config/train_pystdlib_char.py
 $ python train_jax.py config/train_shakespeare_char.py --batch_size=32 --device=cpu
-$ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char   # resumes that run, bit for bit
+$ python train_jax.py --init_from=resume --out_dir=out-pystdlib-char  # resumes that run bit for bit
 """
 import argparse
 import contextlib
@@ -104,11 +104,11 @@ compile = True # has no effect: JAX always compiles
 backend = 'nccl' # has no effect: JAX picks its own
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
-start_script()  # a user's mistake ends it with one line
-# all flags of the block above, and the user's own
+start_script()  # from here on, a user's mistake ends the script with one line
+# all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
 check_flags(flags)
-if flags['init_from'] not in ('resume', 'auto'):  # else most flags are the checkpoint's
+if flags['init_from'] not in ('resume', 'auto'):  # else most flags come from the checkpoint
     check_given(flags, given)
 
 # jax is imported after the flags, so that --help and a wrong flag are answered at once
@@ -131,13 +131,13 @@ from jax_train_utils import count_frozen, dpo, estimate_losses, language_model
 from jax_transformer import count_params, estimate_mfu
 
 # settings that JAX reads when it starts; a resumed run has them in its config.json
-files = run_folder(flags['out_dir']).files  # out_dir itself, or of a bucket a copy on this disk
+files = run_folder(flags['out_dir']).files  # out_dir itself, or for a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
 clock = Stopwatch(started)
 initialize_distributed(
     flags['coordinator_address'], flags['num_processes'], flags['process_id'])
-# all processes must have the same flags, and the same ones given, because these override a
-# checkpoint's; each may have its own paths, if their content is the same
+# all processes must have the same flags, and the same given flags, because these override those of
+# a checkpoint; each process may have paths of its own, if their content is the same
 own = {'process_id', 'out_dir', 'dataset'}
 check_agreement('flags', {**flags, 'the list of given flags': sorted(given.keys() - own)}, own)
 is_master = jax.process_index() == 0  # the process that prints and writes the logs
@@ -152,19 +152,20 @@ with contextlib.ExitStack() as at_end:
     at_end.callback(stop.close)
 
     # -----------------------------------------------------------------------------
-    # the model: of the checkpoint, from scratch, or pretrained; cfg: the flags, in a resumed run the
-    # checkpoint's (--minutes sets max_iters later)
+    # the model: from the checkpoint, from scratch, or pretrained; cfg: the flags, in a resumed run
+    # those of the checkpoint (--minutes sets max_iters later)
     run = open_run(flags, given)
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
         run.devices, cfg.fsdp, cfg.tensor, cfg.expert, cfg.context, cfg.zero)
-    # n_micro micro-batches of micro_batch sequences for each device; one device has the flags' values
+    # each device gets n_micro micro-batches of micro_batch sequences; with one device these are the
+    # values of the flags
     n_micro, micro_batch = split_batch(
         cfg.gradient_accumulation_steps, cfg.batch_size, layout.n_data_shards)
-    check_fits(run, micro_batch)  # the model, the data and the flags each other
+    check_fits(run, micro_batch)  # whether the model, the data and the flags fit each other
 
-    # the data; an evaluation without a token that counts in the loss (in chats, the assistant's
-    # count) is refused before anything is written
+    # the data; refused before anything is written, if no token of an evaluation counts in the loss
+    # (in chats only the assistant's tokens count)
     data = open_data(run.shares, run.meta, block_size=cfg.block_size, seed=cfg.seed,
                      length_normalized=cfg.length_normalized)
     data.check(cfg.eval_iters * cfg.batch_size)
@@ -174,8 +175,8 @@ with contextlib.ExitStack() as at_end:
     objective = dpo(cfg.beta) if run.has_pairs else language_model
     program = open_program(run, data, layout, objective)
 
-    # the manifest of the run: other data than the checkpoint's, and processes with other code, are
-    # refused
+    # the manifest of the run; it refuses data other than the checkpoint's, and processes with
+    # different code
     manifest = None if cfg.verify else open_manifest(run, data, program.config)
     sampler = None
     if cfg.sample_prompt:
@@ -188,9 +189,10 @@ with contextlib.ExitStack() as at_end:
         at_end.callback(out.close)
 
     def make_batch(iter_num: int) -> dict[str, jax.Array] | None:
-        """Draws the sequences of one iteration onto the devices: numbers iter_num * n_rows to
-        (iter_num + 1) * n_rows - 1 of the run's endless shuffled stream, so that (seed, iter_num)
-        alone say where the run is in its data. None if no token counts."""
+        """Draws the sequences of one iteration onto the devices. Returns None if no token counts.
+
+        They are sequences iter_num * n_rows to (iter_num + 1) * n_rows - 1 of the run's endless
+        shuffled stream, so that (seed, iter_num) alone determine the position in the data."""
         n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
         numbers = iter_num * n_rows + np.arange(n_rows)
         here = layout.local_rows(n_rows)  # the rows that this process loads
@@ -202,10 +204,10 @@ with contextlib.ExitStack() as at_end:
 
     def agree_on_signal() -> int | jax.Array:
         """Returns the signal that stops all processes, 0 for none. With several processes it is an
-        array on their devices, and int() of it waits for all."""
+        array on their devices; int() of the array waits for all processes."""
         return layout.max_over_processes(stop.signum)
 
-    # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}; None if a signal comes
+    # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}, or None if a signal comes
     evaluate = functools.partial(
         estimate_losses, eval_step=program.eval_step, sets=data.sets, layout=layout,
         batch_size=cfg.batch_size, eval_iters=cfg.eval_iters, token_bytes=data.token_bytes,
@@ -234,14 +236,14 @@ with contextlib.ExitStack() as at_end:
             log.evaluation(run.iter_num, losses, sampler(state) if sampler else '')
         sys.exit(128 + stop.signum if stop.signum else 0)
 
-    # compile the step for the shapes of a batch: the first one, unless none of its tokens counts
+    # compile the step for the shapes of a batch: the first batch with a token that counts
     batch = make_batch(run.iter_num)
     print('compiling the training step ...')
-    compiled_before = clock.compiling  # seconds, which jax reports to the clock
+    compiled_before = clock.compiling  # seconds of compilation so far, as jax reports them
     train_step = program.step.lower(state, batch or first_batch(make_batch)).compile()
     print(f'compiled the training step in {clock.compiling - compiled_before:.1f} s')
 
-    # --minutes: how many iterations fit is measured before the run, on a state that is used up
+    # --minutes: measure how many iterations fit; this uses up the state, so that it is made again
     if not run.has_length:
         n = iterations_that_fit(run, state, train_step, layout, make_batch=make_batch,
                                 evaluate=evaluate, clock=clock, stop=stop)
@@ -252,7 +254,7 @@ with contextlib.ExitStack() as at_end:
         state, run = start_state(run, program)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
-    at_end.enter_context(stop.waits_while(out.is_saving))  # a second signal, too
+    at_end.enter_context(stop.waits_while(out.is_saving))  # even a second signal waits for a save
     at_end.enter_context(out.writing(run, manifest, data.bpb_bytes))
     mfu = None  # a function of the tokens per second, where the peak of the devices is known
     peak_flops = device_peak_flops(run.devices[0])
@@ -274,12 +276,12 @@ with contextlib.ExitStack() as at_end:
     iter_num = run.iter_num
     best_val_loss = NO_LOSS if begins_anew(manifest, iter_num) else run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
-    stop_signal = int(agree_on_signal())  # one that came while the step was compiled
+    stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled
     while True:
         is_last = iter_num >= cfg.max_iters or stop_signal > 0
 
-        # once in a while, and at the end: evaluate the loss on train and val. If that fails, what
-        # was trained is saved first
+        # every eval_interval, and at the end: evaluate the loss on train and val. If that fails,
+        # the trained state is saved first
         val_loss = None
         is_best = False
         if not stop_signal and (is_last or iter_num % cfg.eval_interval == 0):
@@ -288,7 +290,7 @@ with contextlib.ExitStack() as at_end:
                 losses = evaluate(state)
                 if losses:
                     log.evaluation(iter_num, losses, sampler(state) if sampler else '')
-            if losses is None:  # a signal has come meanwhile: this iteration is the last one
+            if losses is None:  # a signal has come during the evaluation: stop at this iteration
                 stop_signal = int(agree_on_signal())
                 continue
             val_loss = losses['val']['loss']
@@ -296,8 +298,9 @@ with contextlib.ExitStack() as at_end:
             best_val_loss = min(best_val_loss, val_loss)
             out.record_val_loss(iter_num, val_loss)
 
-        # save a checkpoint: after an evaluation, if it is better or always; every save_interval;
-        # at the end, which a second signal does not spoil. Where the run began nothing is new
+        # save a checkpoint: after an evaluation, if it is the best or always_save_checkpoint; every
+        # save_interval; and at the end, where a second signal waits for it. At the iteration where
+        # the run began there is nothing new
         is_due = cfg.save_interval > 0 and iter_num % cfg.save_interval == 0
         was_evaluated = val_loss is not None
         if is_last or is_due or is_best or was_evaluated and cfg.always_save_checkpoint:
@@ -310,8 +313,8 @@ with contextlib.ExitStack() as at_end:
         # forward, backward and update; the call returns before the devices are done, except on CPUs
         if tracer:
             tracer.start(iter_num)
-        # all processes stop after the same iteration: they agree before the step and read the
-        # answer after it, so that the exchange takes place meanwhile
+        # all processes stop after the same iteration: they start to agree on it before the step,
+        # and read the answer after it, so that the exchange takes place meanwhile
         agreeing = agree_on_signal()
         metrics = None  # no update, if no token of the batch counts
         if batch is not None:
