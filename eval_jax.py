@@ -1,16 +1,19 @@
-"""Is a model any good? Bits per byte of texts, accuracy in tasks.
+"""Measures how good a model is: bits per byte of texts, accuracy in tasks.
 
 $ python eval_jax.py --out_dir=out-pystdlib-char --text=README.md
 $ python eval_jax.py --init_from=gpt2 --text=a.txt,b.txt --tasks=questions.jsonl,eval_bundle
 
-A task is a file of JSON lines: {"query", "choices", "gold"} (multiple choice; gold is the index of
-the right one), {"context_options", "continuation", "gold"} (schema) or {"context", "continuation"}
-(language modeling, right if every token is the likeliest), with a space between the parts; or
-{"messages"}, a chat that ends with the answer, right if the model gives exactly this one with
---temperature=0. Accuracy and accuracy_norm are lm-eval's acc and acc_norm: by the log-probability,
-and by that per character of the choice. A folder is a bundle in the form of DCLM's CORE: the
-accuracy of its tasks is by the log-probability per token, and centered such that guessing gets 0.
-"""
+A task is a file of JSON lines, of one of these kinds (gold is the index of the right option):
+- {"query", "choices", "gold"}, multiple choice;
+- {"context_options", "continuation", "gold"}, a schema;
+- {"context", "continuation"}, language modeling: right if every token is the likeliest;
+- {"messages"}, a chat that ends with the answer: right if the model gives exactly this answer with
+  --temperature=0.
+The parts are joined by a space. Accuracy and accuracy_norm are lm-eval's acc and acc_norm: the
+option with the highest log-probability, or log-probability per character, is chosen.
+
+A folder is a bundle in the form of DCLM's CORE. There, accuracy is by the log-probability per
+token, and centered is accuracy rescaled so that guessing gets 0."""
 import csv
 import functools
 import json
@@ -48,13 +51,13 @@ coordinator_address = '' # host:port of process 0 of several that evaluate toget
 num_processes = 0 # number of processes that evaluate together, on tensor x expert devices
 process_id = -1 # number of this process, from 0
 # -----------------------------------------------------------------------------
-KINDS = {  # kinds of items: the keys of the prefix, of the scored text, and of the number of the right option
+KINDS = {  # {kind of item: keys of the prefix, the scored text, and the index of the right option}
     'multiple_choice': ('query', 'choices', 'gold'),
     'schema': ('context_options', 'continuation', 'gold'),
     'language_modeling': ('context', 'continuation'),
     'chat': ('messages',)}
 start_script()
-# all flags of the block above, and the user's own
+# all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
 globals().update(flags)
 check_source(flags, given)
@@ -66,7 +69,7 @@ if os.path.isdir(output):
 
 
 def at(place, function, *args):
-    """Returns function(*args), with the place before the message of a UserError."""
+    """Returns function(*args). Puts `place` before the message of a UserError."""
     try:
         return function(*args)
     except UserError as error:
@@ -77,10 +80,10 @@ def at(place, function, *args):
 # files of tasks
 
 def read_items(path, kind=''):
-    """Returns the items of a file of JSON lines with 'kind', 'index' and 'place'.
+    """Returns the items of a file of JSON lines, each with 'kind', 'index' and 'place'.
 
-    kind: the kind of all items, which may then have more keys.
-    Raises UserError, with the line, for anything else."""
+    kind: the kind of all items, which may then have more keys. Raises UserError, with the place,
+    for a line that is not an item, and if there are no items."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         if not line.strip():
@@ -96,7 +99,7 @@ def read_items(path, kind=''):
 
 
 def read_item(line, kind):
-    """Returns the item of a line, with its 'kind'. Raises UserError."""
+    """Returns the item of a line, with its 'kind'. Raises UserError if the line is not an item."""
     item = parse_json(line, 'it')
     kind = find_kind(item, kind)
     keys = KINDS[kind]
@@ -104,7 +107,7 @@ def read_item(line, kind):
         check_chat(item['messages'])
         return {'kind': kind, 'messages': item['messages']}
 
-    # the prefix and the scored text: one, or several to choose from
+    # the prefix and the scored text: each is one text, or several to choose from
     for name in keys[:2]:
         is_list = name in ('choices', 'context_options')
         values = item[name] if is_list else [item[name]]
@@ -115,7 +118,7 @@ def read_item(line, kind):
         if name in ('choices', 'continuation') and '' in values:
             raise UserError(f'{name}: a text is empty')
 
-    # which of them is right
+    # the index of the right option
     item = {name: item[name] for name in keys}
     item['kind'] = kind
     n_options = len(pairs(item, ''))
@@ -127,8 +130,8 @@ def read_item(line, kind):
 
 
 def check_chat(messages):
-    """Raises UserError unless messages end with an answer. Their content is checked when the chat
-    template is known."""
+    """Raises UserError unless messages end with an answer. The contents of messages are checked
+    later, by the chat template."""
     is_list = isinstance(messages, list) and len(messages) > 1
     last = messages[-1] if is_list else None
     if not isinstance(last, dict) or last.get('role') != 'assistant':
@@ -136,8 +139,8 @@ def check_chat(messages):
 
 
 def find_kind(item, kind):
-    """Returns the kind of an item: `kind`, if the item has its keys; for '', the only kind whose
-    keys it has. Raises UserError if there is none."""
+    """Returns the kind of an item: `kind`, if the item has the keys of that kind. If `kind` is '',
+    returns the kind that has exactly the item's keys. Raises UserError if there is none."""
     found = set(item) if isinstance(item, dict) else set()
     for name, keys in KINDS.items():
         has_all = found >= set(keys)
@@ -150,8 +153,8 @@ def find_kind(item, kind):
 
 
 def pairs(item, delimiter):
-    """Returns [(context, continuation)] of an item, one for each option; of a chat the messages and
-    the answer."""
+    """Returns [(context, continuation)] of an item, one for each option. For a chat, they are the
+    messages and the answer."""
     if item['kind'] == 'chat':
         *before, answer = item['messages']
         return [(before, str(answer.get('content', '')) or ' ')]
@@ -168,7 +171,7 @@ def pairs(item, delimiter):
 
 def read_bundle(folder):
     """Returns the tasks of a bundle: [(name, items, number of examples, delimiter, accuracy of
-    guessing)]. Raises UserError."""
+    guessing)]. Raises UserError if the folder is not such a bundle."""
     import yaml
     read = []
     try:
@@ -186,7 +189,7 @@ def read_bundle(folder):
                 raise ValueError('num_fewshot must be a list of one number')
             path = path_inside(folder, f"eval_data/{text_of(task, 'dataset_uri')}")
             items = read_items(path, text_of(task, 'icl_task_type'))
-            # as nanochat, which draws examples by the new order
+            # as nanochat does, because examples are drawn from the shuffled items
             random.Random(1337).shuffle(items)
             delimiter = text_of(task, 'continuation_delimiter', ' ')
             read.append((label, items, n_examples, delimiter, guessing[label]))
@@ -200,9 +203,9 @@ def read_bundle(folder):
 
 
 def text_of(task, name, default=None):
-    """Returns the text in field `name` of a task of a bundle, `default` if it is missing. Raises
-    ValueError for a value of another type. Such a value is not converted, because a few bytes of
-    YAML (aliases) can expand to gigabytes."""
+    """Returns the text in field `name` of a task of a bundle, or `default` if it is missing. Raises
+    ValueError for a value of another type. The value is not converted, because a few bytes of YAML
+    (aliases) can expand to gigabytes of text."""
     value = task.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f'{name} must be a text')
@@ -210,8 +213,8 @@ def text_of(task, name, default=None):
 
 
 def read_tasks(path):
-    """Returns the tasks of a bundle, or the one of a file, as read_bundle does: a file has no
-    examples and no accuracy of guessing."""
+    """Returns the tasks of a bundle, as read_bundle does, or the single task of a file, which has
+    no examples and no accuracy of guessing."""
     if os.path.isdir(path):
         return read_bundle(path)
     return [(Path(path).stem, read_items(path), 0, ' ', None)]
@@ -221,17 +224,19 @@ def read_tasks(path):
 # evaluation
 
 def encode_item(items, index, n_examples, delimiter, in_bundle):
-    """Returns the rows of items[index], in tokens as by lm-eval.
+    """Returns the rows (ids, start) of items[index], with the tokens of lm-eval; ids[start:] are
+    scored.
 
-    In a bundle they are as by nanochat: examples (other items with their answers) come first. The
-    differing part of the options is scored, in a schema their common end."""
+    In a bundle, rows are made as in nanochat: n_examples other items with their answers come first.
+    The part in which options differ is scored; in a schema, their common end; in language modeling,
+    the continuation."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
     if not in_bundle:
         return [model.encode_pair(*pair) for pair in pairs(item, delimiter)]
 
-    # the examples, and the prompts of all options after them
+    # the examples, then the prompts of all options
     others = items[:index] + items[index + 1:]
     if n_examples > len(others):
         raise UserError(f'the task takes {n_examples} other items as examples, and there are '
@@ -243,7 +248,7 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     prompts = prompts_of(item, delimiter)
     rows = [model.encode_document(before + prompt) for prompt in prompts]
 
-    # from where on they are scored
+    # the index of the first scored token of each row
     starts = [len(os.path.commonprefix(rows))] * len(rows)
     if item['kind'] == 'schema':
         n_scored = len(os.path.commonprefix([ids[::-1] for ids in rows]))
@@ -251,12 +256,12 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     elif item['kind'] == 'language_modeling':
         context = model.encode_document((before + item['context'].strip() + delimiter).strip())
         starts = [len(os.path.commonprefix([rows[0], context]))]
-    # something follows, and something is scored
+    # at least one token is context, and at least one is scored
     return [(ids, max(1, min(start, len(ids) - 1))) for ids, start in zip(rows, starts)]
 
 
 def prompts_of(item, delimiter):
-    """Returns the texts of an item of a bundle, one for each option."""
+    """Returns the texts of an item of a bundle, context and continuation, one for each option."""
     prompts = []
     for context, continuation in pairs(item, delimiter):
         if item['kind'] == 'language_modeling':
@@ -266,24 +271,23 @@ def prompts_of(item, delimiter):
 
 
 def evaluate_task(name, items, n_examples, delimiter, guessing):
-    """Returns {'accuracy', 'accuracy_norm', 'n'} of a task.
+    """Returns {'accuracy', 'accuracy_norm', 'n'} of a task, and 'centered' if it is of a bundle.
 
-    guessing: the accuracy of guessing in a task of a bundle, for 'centered', else None. The
-    accuracy of such a task is by the log-probability per token, and as by nanochat, prompts are cut
-    to max_length tokens."""
+    guessing: the accuracy of guessing in a task of a bundle, else None. The accuracy of such a task
+    is by the log-probability per token. As in nanochat, its prompts are cut to max_length
+    tokens."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []
     for i, item in enumerate(items):
         rows.append(at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle))
 
-    # How much of a prompt is seen.
+    # The length to which prompts are cut.
     task_options = dict(options)
     if in_bundle:
         task_options['max_length'] = max(1, (max_length or model.config.block_size) - 1)
 
-    # Of each item: which option is the likeliest, in both ways of counting, and whether it is the
-    # right one.
+    # For each item: the likeliest option by both kinds of accuracy, and whether it is right.
     right = []
     right_norm = []
     for item, scores in zip(items, model.score(rows, **task_options)):
@@ -311,24 +315,26 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
 
 
 def evaluate_text(path):
-    """Returns the bits per byte of a text, and other figures of it."""
+    """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of a text."""
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
-    # only scored tokens count: not the first one, unless a token that begins a document precedes it
+    # count the bytes of scored tokens: the first one is scored only after a token that begins a
+    # document
     if model.tokenizer.start_token is None:
         n_bytes = len(model.tokenizer.decode(ids).encode())
     else:
         n_bytes = len(content.encode())
 
-    # Nats of all tokens, in bits, over the bytes that they stand for.
+    # All tokens together, in nats; as bits, divided by the bytes of the tokens.
     nats = -float(found.sum(dtype=np.float64))
     return {'bits_per_byte': nats / math.log(2) / n_bytes, 'nats_per_token': nats / len(ids),
             'perplexity': math.exp(nats / len(ids)), 'tokens': len(ids), 'bytes': n_bytes}
 
 
 def report(group, name, evaluate, *args):
-    """Keeps and prints the results of a text or a task, and the seconds that it took."""
+    """Evaluates a text or a task. Keeps and prints the results, and prints the seconds that it
+    took."""
     started = time.perf_counter()
     found = evaluate(*args)
     results[group][name] = found
@@ -339,8 +345,7 @@ def report(group, name, evaluate, *args):
 
 
 # -----------------------------------------------------------------------------
-# jax is imported after the flags and the files, so that --help and a mistake in these are answered
-# at once
+# jax is imported after the flags and files are read, so that --help and their errors come at once
 texts = {path: read_text(path, newline='') for path in text.split(',') if path}
 all_tasks = []
 for path in tasks.split(','):
@@ -374,7 +379,7 @@ for line in (model.warning, model.title):
 # texts and tasks, one after the other
 options = {'max_length': max_length, 'batch_size': batch_size, 'cache_dtype': cache_dtype}
 results = {'texts': {}, 'tasks': {}}
-lines = []  # of the file for --logprobs
+lines = []  # the lines of the file for --logprobs
 for path in texts:
     report('texts', path, evaluate_text, path)
 for task in all_tasks:
@@ -384,7 +389,7 @@ if centered:
     results['core'] = float(np.mean(centered))
     print(f"CORE: {results['core']:.4f}")
 
-# all results and their checkpoint, for programs: to a file, and to stdout unless that is a terminal
+# a line of JSON with all results, for programs: to a file, and to stdout unless it is a terminal
 everything = json.dumps({
     'program': 'eval_jax', 'checkpoint': model.about, 'settings': {**flags, 'dtype': model.config.dtype},
     'environment': describe_environment(model.layout.devices), 'results': results})

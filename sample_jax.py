@@ -56,12 +56,12 @@ compile = True # has no effect: JAX always compiles
 # -----------------------------------------------------------------------------
 started = time.perf_counter()
 start_script()
-flags, given = read_flags(__file__, globals())  # all flags, and the user's own
+flags, given = read_flags(__file__, globals())  # all flags, and those that the user gave
 cfg = argparse.Namespace(**flags)
 if 'compile' in given:
     print(f'--compile={cfg.compile} has no effect here: JAX always compiles')
 
-# refuse what makes no sense, alone or together
+# refuse flags that are out of range, or cannot be combined
 check_ranges(flags)
 check_source(flags, given)
 sampling = TextSampling.from_flags(flags)
@@ -91,10 +91,10 @@ from jax_run.speed import report_speed
 
 
 def read_prompts(start, each_line, chat):
-    """Returns the prompts that --start gives. Raises UserError if it has none."""
+    """Returns the prompts that --start gives. Raises UserError if its file has no prompts."""
     if not start.startswith('FILE:'):
         return [start]
-    # the file is lines of JSON, lines of text, or one prompt as a whole
+    # a file of JSON lines, of a prompt in each line, or of a single prompt
     path = start.removeprefix('FILE:')
     text = read_text(path)
     if path.endswith('.jsonl'):
@@ -113,14 +113,14 @@ def read_prompts(start, each_line, chat):
 
 def read_prompt(path, number, line, chat):
     """Returns the prompt in a line of prompts.jsonl: "some text" or {"prompt": "some text"}. In a
-    chat it may be {"messages": [...]}, with "tools" and "chat_template_kwargs": this is returned
-    unchanged, with its place."""
-    # a line that is no JSON is refused below, with everything else that is no prompt
+    chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs"; this dict
+    is returned with its place as 'where'. Raises UserError for any other line."""
+    # a line that is not JSON is refused below, like everything else that is not a prompt
     try:
         prompt = json.loads(line)
     except (ValueError, RecursionError):
         prompt = None
-    # messages are given to the chat template as they are
+    # messages go to the chat template unchanged
     messages = None
     if isinstance(prompt, dict):
         messages = prompt.get('messages')
@@ -134,9 +134,10 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of a prompt of read_prompts, in a chat as a question. conversation: the
-    Chat, None for completion. Raises UserError for messages that the chat template refuses."""
-    # a question of a chat, a prompt, or messages behind --system
+    """Returns the token ids of a prompt of read_prompts; in a chat, of the question that it asks.
+    conversation: the Chat, or None for completion. Raises UserError for messages that the chat
+    template refuses."""
+    # a question of a chat; a prompt; or messages, which follow --system
     if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])
     if isinstance(prompt, str):
@@ -149,7 +150,7 @@ def encode_prompt(model, prompt, conversation):
 
 
 def note(line):
-    """Prints a line beside the samples, on stderr."""
+    """Prints a line on stderr, beside the samples."""
     if is_master:
         print(line, file=sys.stderr)
 
@@ -158,7 +159,7 @@ def note(line):
 configure_process(cfg.device)
 initialize_distributed(cfg.coordinator_address, cfg.num_processes, cfg.process_id)
 is_master = jax.process_index() == 0  # the process that prints; all run the same program
-if not cfg.interactive:  # a chat ends an answer by Ctrl-C
+if not cfg.interactive:  # in a chat, Ctrl-C only ends an answer
     exit_at_signals(is_said=cfg.serve > 0)
 else:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -170,7 +171,7 @@ if jax.process_count() > 1:
         raise UserError(f'{"serve" if cfg.serve else "interactive"} takes one process')
 if cfg.serve:
     from jax_apps.serve import Server
-    server = Server(  # a port in use is told before the model is loaded
+    server = Server(  # before the model is loaded, so that a port in use is reported at once
         cfg.host, cfg.serve, allow=cfg.allow, batch_size=cfg.batch_size)
 imports_s = time.perf_counter() - started
 
@@ -186,7 +187,7 @@ if model.warning:
 if cfg.chat or cfg.system:
     check_template(model.tokenizer)
 
-# how to sample: by the flags; flags that were not given have the defaults of the model's authors
+# how to sample: the model's authors may have defaults for flags that were not given
 header = model.title
 makers = {name: value for name, value in model.tokenizer.sampling.items() if name not in given}
 sampling = dataclasses.replace(sampling, **makers)
@@ -216,11 +217,11 @@ if sampling.temperature == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
 prompts = [encode_prompt(model, question, conversation) for question in questions]
-# the shown part of them: of a conversation its last message
+# the part of a prompt to print: of a conversation, its last message
 lines = [question if isinstance(question, str) else question['messages'][-1].get('content')
          for question in questions]
 
-# the file of samples; a killed command has left some there already
+# the file of samples; a command that was killed has left some samples there
 file = None
 done = {}
 if cfg.output and is_master:
@@ -235,10 +236,10 @@ if done:
 
 
 def describe_row(generation, i, number):
-    """Returns the record of row i of a generation, a sample of the prompt of this number."""
+    """Returns the record of row i of a generation. number: of the row's prompt."""
     sample = generation.describe(i)
     if cfg.chat:
-        # the question as it was given, then as the chat template writes it
+        # the question as it was given, and as the chat template writes it
         sample['prompt'] = lines[number]
         sample['rendered'] = rendered_prompt(model, generation.prompts[i])
     return sample
@@ -248,7 +249,7 @@ def describe_row(generation, i, number):
 generations = []
 batch_size = 1 if cfg.stream else cfg.batch_size
 stream_cache = PrefixCache()  # the samples of a prompt share its prefill
-waiting = {}  # {(number of the prompt, of the sample): text} that are printed in order
+waiting = {}  # {(number of prompt, number of sample): text}, to print in order
 to_print = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
             if (number, index) not in done]
 batches = split_rows(prompts, num_samples, batch_size, done)
