@@ -1,13 +1,12 @@
-"""Times training or decoding with random weights and random tokens, or compiles a step for other
-devices and prints its memory and communication. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens; or compiles a step for other
+devices, without running it, for its memory and communication. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
 $ python bench_jax.py --mode=decode --prompt_len=16 --max_new_tokens=128
 $ python bench_jax.py --mode=decode --out_dir=out-char --dataset=shakespeare_char --n_draft=4
 $ python bench_jax.py config/train_gpt2.py --mode=compile --topology=h100:1x8 --fsdp=8
-$ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8
-"""
+$ python bench_jax.py --mode=compile --plan=decode --topology=v5e:2x4 --tensor=4 --quantize=int8"""
 import functools
 import json
 import re
@@ -85,21 +84,21 @@ PRESETS = {
 
 def check_typed_flags():
     """Raises UserError for a flag on the command line that this mode does not read. Config files
-    are training's: their flags beside the model are ignored."""
+    are made for training, so that their flags beside those of the model are ignored."""
     typed = [arg[2:].partition('=')[0] for arg in sys.argv[1:] if arg.startswith('--')]
     facts = dict(flags)
     facts['step'] = f'compile {plan}' if mode == 'compile' else mode
     typed_here = {name: flags[name] for name in typed if name in flags}
     check_needs('bench_jax', facts, typed_here)
 
-    # compile and backend are nanoGPT's, and mean nothing in train_jax.py either.
+    # compile and backend are flags of nanoGPT, which have no effect in train_jax.py either.
     for name in typed:
         if name not in flags and name not in ('compile', 'backend'):
             raise UserError(f'nothing reads {name} here, it is a flag of train_jax.py: leave it '
                             'out')
 
 
-# The config files of train_jax.py may be used as they are: flags that it alone has are ignored.
+# Config files of train_jax.py can be used unchanged: flags that only train_jax.py has are ignored.
 train_flags = config_block(Path(__file__).with_name('train_jax.py'))
 flags, given = read_flags(__file__, globals(), ignored=train_flags)
 check_choice('preset', flags['preset'], PRESETS)
@@ -116,7 +115,7 @@ check_typed_flags()
 if mode == 'decode' and max_new_tokens < 2:
     raise UserError(f'max_new_tokens must be at least 2, not {max_new_tokens}')
 if mode == 'compile':
-    device = 'cpu'  # this process needs no other
+    device = 'cpu'  # this process needs no other device
     if dtype == 'auto' and not topology.startswith('cpu'):
         dtype = 'bfloat16'
 
@@ -193,7 +192,7 @@ def bench_train():
     seconds = seconds[3:]
     median = np.median(seconds)
 
-    # The share of the peak, if that is known.
+    # The share of the devices' peak FLOP/s, if the peak is known.
     tokens_per_sec = n_rows * block_size / median
     peak = device_peak_flops(devices[0])
     mfu = None
@@ -206,7 +205,7 @@ def bench_train():
         'mfu': mfu,
         'compile_s': compile_s,
         'n_params': n_params,
-        # the temporaries of a step, beside parameters, optimizer state and batch, by the compiler's plan
+        # temporaries of a step by the compiler's plan, without parameters, optimizer state, batch
         'temporary_gb': step.memory_analysis().temp_size_in_bytes / 1e9,
         'peak_memory_gb': peak_memory_gb(),
     }
@@ -216,8 +215,8 @@ def bench_train():
 # decoding
 
 def bench_decode():
-    """Times calls of generate, each a prefill and then one step per token, and returns
-    {name: value}."""
+    """Times calls of generate_stream, each a prefill and then one decode step per token, and
+    returns {name: value}."""
     config, params = load_model()
     if prompt_len + max_new_tokens > config.block_size:
         raise UserError('prompt_len + max_new_tokens must be at most '
@@ -225,7 +224,7 @@ def bench_decode():
     prompts = make_prompts(config.vocab_size)
 
     # Time it. The bandwidth is measured after each call, because it varies on a shared machine.
-    calls = []  # [prefill's lap, decoding's lap] of each
+    calls = []  # [lap of the prefill, lap of decoding] of each call
     bandwidths = []  # GB/s
     for _ in range(repeats + 1):
         clock.lap()
@@ -235,7 +234,7 @@ def bench_decode():
                 n_draft=n_draft, cache_dtype=cache_dtype):
             laps.append(clock.lap())
         calls.append(laps)
-        # beside the weights: memory that compiling needed is given back first
+        # give back the memory of the compiler: the measurement must fit beside the weights
         trim_malloc()
         bandwidths.append(measure_bandwidth(devices[0], 2**28))
 
@@ -246,13 +245,13 @@ def bench_decode():
     seconds = [[prefill.running, decoding.running] for prefill, decoding in calls]
     prefill_s, decode_s = np.median(seconds, axis=0)
 
-    # A step reads the weights and the cache; how much of the bandwidth that takes, in each call.
+    # A step reads the weights and the cache. The share of the bandwidth that this takes, by call.
     n_tokens = tokens_per_step(result)
     weight_bytes = bytes_read_per_step(params, config, n_tokens)
     gb_read = (weight_bytes + result.cache_bytes) / 1e9 * result.steps
     shares = []
     for (_, decoding), bandwidth in zip(calls, bandwidths):
-        # what decoding reads measures the bandwidth, too: it is at least that
+        # the bandwidth is at least what decoding has read per second, so a share is at most 1
         shares.append(min(1.0, gb_read / decoding.running / bandwidth))
     accepted = None
     if result.drafted:
@@ -278,7 +277,8 @@ def bench_decode():
 
 
 def load_model():
-    """Returns (config, parameters for decoding) of out_dir, or of a new random model."""
+    """Returns (config, parameters for decoding) of the model in out_dir, or else of a new random
+    model."""
     if out_dir:
         model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
         flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
@@ -288,24 +288,24 @@ def load_model():
 
 
 def random_params(config):
-    """Returns random parameters in the form for decoding, distributed as a new model's.
+    """Returns random parameters in the form for decoding, with the distributions of a new model.
 
-    Each is made on its device, and converted before the next one, so that memory holds only one of
-    them in float32."""
+    Each parameter is made on its device and converted before the next one, so that memory holds
+    only one of them in float32."""
     params = {}
     with jax.default_device(devices[0]):
         for i, (path, shape) in enumerate(param_shapes(config).items()):
             rng = jax.random.fold_in(jax.random.key(seed), i)
             part = unflatten_dict({path: random_param(rng, path, shape)})
             params.update(flatten_dict(convert_params_for_decoding(part, dtype, quantize)))
-            # the holes that a parameter of another size leaves in the heap add up to gigabytes
+            # parameters of different sizes leave holes in the heap, which add up to gigabytes
             trim_malloc()
     return unflatten_dict(params)
 
 
 def random_param(rng, path, shape):
-    """Returns a float32 parameter of a new model: a normal matrix, smaller at the end of a residual
-    branch, a gain of 1, or a bias of 0."""
+    """Returns a float32 parameter of a new model: a random normal matrix, with smaller values at
+    the end of a residual branch; a gain of 1; or a bias of 0."""
     if path[-1] == 'scale':
         return jnp.ones(shape)
     if path[-1] not in ('kernel', 'wte', 'wpe', 'lm_head'):
@@ -318,12 +318,13 @@ def random_param(rng, path, shape):
 
 @functools.partial(jax.jit, static_argnames='shape')
 def scaled_normal(rng, std, shape):
-    """Returns std times an array of normal numbers, without a copy of it."""
+    """Returns std times an array of normal random numbers; jit avoids a copy of the array."""
     return std * jax.random.normal(rng, shape)
 
 
 def make_prompts(vocab_size):
-    """Returns prompts [batch_size, prompt_len] of random tokens, or spread evenly over val.bin."""
+    """Returns prompts [batch_size, prompt_len]: random tokens, or parts of val.bin at even
+    distances."""
     if not dataset:
         random = np.random.default_rng(seed)
         return random.integers(vocab_size, size=(batch_size, prompt_len))
@@ -334,11 +335,12 @@ def make_prompts(vocab_size):
 
 
 # -----------------------------------------------------------------------------
-# steps compiled for other devices: their needs, never a measurement
+# steps compiled for other devices: their needs by the compiler's plan, not a measurement
 
 
 def bench_compile(plan_devices):
-    """Compiles a step, and returns its needs {name: value}: see tools/plan.py."""
+    """Compiles a step for plan_devices. Returns its needs, {name: value}, see tools/plan.py; or
+    {'fits': False, 'why': text} if it needs too much memory."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -354,7 +356,7 @@ def bench_compile(plan_devices):
 
 
 def peak_memory_gb():
-    """Returns the peak memory of the first device, in GB; on a CPU, of the process; None if it is
+    """Returns the peak memory in GB: of the first device, or on a CPU of the process; None if it is
     unknown."""
     stats = devices[0].memory_stats()
     if stats:
@@ -370,7 +372,7 @@ def peak_memory_gb():
 
 
 def formatted(value):
-    """Returns a value as the table shows it."""
+    """Returns a value as a text for the table."""
     if value is None:
         return 'n/a'
     if isinstance(value, (bool, str)):

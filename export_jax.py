@@ -1,11 +1,10 @@
-"""Saves a trained model as a Hugging Face folder with a model card, as a GGUF file for llama.cpp,
-or what LoRA has trained as an adapter of peft.
+"""Saves a trained model as a Hugging Face folder with a model card, or as a GGUF file for
+llama.cpp; or saves the updates of a LoRA run as an adapter for peft.
 
 $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
-$ python export_jax.py --out_dir=out-lora --adapter=my-adapter
-"""
+$ python export_jax.py --out_dir=out-lora --adapter=my-adapter"""
 import os
 import signal
 import shlex
@@ -63,7 +62,7 @@ from jax_run.load import load_run, load_updates
 from jax_run.log import read_metrics
 from jax_transformer import count_params
 
-# Ctrl-C is an exception from here on, so that unfinished files are removed
+# from here on Ctrl-C raises an exception, so that unfinished files are removed
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The flags of training that a model card lists, if the run read them.
@@ -73,7 +72,7 @@ RECIPE = (
     'lr_decay_iters', 'weight_decay', 'beta1', 'beta2', 'grad_clip', 'dropout', 'lora_rank',
     'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
 
-# The ones among them that have no effect at decay_lr=False.
+# The flags of RECIPE that have no effect with decay_lr=False.
 SCHEDULE = ('min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters')
 
 
@@ -81,8 +80,8 @@ def model_card(family, name):
     """Returns the README.md of the exported folder: the model, its data, recipe and figures, and
     how to load it.
 
-    family: the model_type of its config.json. name: the folder's name."""
-    # Where the weights are from.
+    family: model_type in the model's config.json. name: the folder's name."""
+    # The origin of the weights.
     base = ''
     origin = f'Converted from {os.path.basename(init_from)}.'
     if init_from == 'resume':
@@ -108,8 +107,8 @@ def model_card(family, name):
 
 
 def check_run(run):
-    """Raises UserError unless a checkpoint has the flags of train_jax.py that a model card
-    needs."""
+    """Raises UserError unless `run`, the flags in a checkpoint, has those of train_jax.py that a
+    model card needs."""
     numbers = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     texts = ('dataset', 'init_from')
     has_numbers = all(type(run.get(name)) is int for name in numbers)
@@ -120,15 +119,15 @@ def check_run(run):
 
 
 def base_on_hub(source):
-    """Returns the card's line about the model on the hub that a run started from, or ''. source:
-    the run's init_from."""
+    """Returns the card's line about the model on the hub that a run started from, or '' if it
+    started from none. source: the run's init_from."""
     return f'\nbase_model: {name_on_hub(source)}' if is_on_hub(source) else ''
 
 
 def describe_run(run, iteration):
     """Returns the card's text about the training: its length, then a table of figures and settings.
 
-    run: the flags of the run, {name: value}. iteration: the checkpoint's."""
+    run: the flags of the run, {name: value}. iteration: that of the checkpoint."""
     records = list(read_metrics(run_folder(out_dir).files))
 
     # The losses of the checkpoint's evaluation.
@@ -151,7 +150,7 @@ def describe_run(run, iteration):
     if 'init_from' in table and table['init_from'] != 'scratch':
         table['init_from'] = public_name(table['init_from'])
 
-    # How much it has read, then the table.
+    # The length of the training, then the table.
     n_sequences = iteration * run['gradient_accumulation_steps'] * run['batch_size']
     n_tokens = n_sequences * run['block_size']
     text = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set "
@@ -165,11 +164,12 @@ def describe_run(run, iteration):
 # the message at the end
 
 def report(path, description):
-    """Prints what was written, and a command that uses it.
+    """Prints the names and sizes of the files that were written, and, for a folder, a command that
+    samples from it.
 
-    path: the new folder or file. description: of the model's tokenizer, see load_tokenizer;
-    {} if it is unknown."""
-    # A folder's files with their sizes; a GGUF file is one.
+    path: the new folder or file. description: of the model's tokenizer, see load_tokenizer; {} if
+    it is unknown."""
+    # The sizes of the folder's files, or of the GGUF file.
     written = Path(path).expanduser()
     is_folder = written.is_dir()
     files = sorted(written.iterdir()) if is_folder else [written]
@@ -181,21 +181,22 @@ def report(path, description):
 
     if not description:
         print('its tokenizer is unknown: put its tokenizer.json there before you sample')
-    if 'config.json' in sizes:  # a folder, which this project reads, too
+    if 'config.json' in sizes:  # this project can read the folder, too
         print(f'next: {sample_command(path, description)}')
 
 
 def readable(n_bytes):
-    """Returns a number of bytes in a unit that fits it."""
+    """Returns a number of bytes as a text, in bytes or MB."""
     if n_bytes < 1e5:
         return f'{n_bytes:,} bytes'
     return f'{n_bytes / 1e6:,.1f} MB'
 
 
 def sample_command(path, description):
-    """Returns the command that samples from the export, with a prompt that its tokenizer can write;
-    path, description: see report."""
-    # a text or a question; GPT-2's tokenizer, which may have to be downloaded, writes any
+    """Returns a command that samples from the export. Its prompt is a text that the tokenizer can
+    write. path, description: see report."""
+    # a text, or a question for a chat; GPT-2's tokenizer can write any text, so that it need not be
+    # loaded (it may have to be downloaded)
     kind = description.get('kind')
     text = 'Once upon a time'
     flags = f'--init_from={shlex.quote(path)} --num_samples=1'
@@ -212,11 +213,12 @@ def sample_command(path, description):
 
 
 def first_known(tokenizer, texts):
-    """Returns the first of the texts that a tokenizer gives back, '' if there is none."""
+    """Returns the first of the texts that the tokenizer encodes and decodes unchanged, or '' if
+    there is none."""
     for candidate in texts:
         try:
             ids = tokenizer.encode(candidate)
-        except UserError:  # it has unknown characters
+        except UserError:  # the text has unknown characters
             continue
         if ids and tokenizer.decode(ids) == candidate:
             return candidate
@@ -228,8 +230,8 @@ def first_known(tokenizer, texts):
 
 setup_jax_environment('cpu')
 
-# The model, the description of its tokenizer, and its config.json, which may be kept from a model
-# that was trained further; or of a LoRA run the updates alone.
+# The model, the description of its tokenizer, and its config.json, which a run keeps from the model
+# that it started from. For an adapter, the updates of the LoRA run alone.
 if adapter:
     config, updates, lora, meta = load_updates(out_dir, checkpoint, base)
     description = meta['tokenizer']
@@ -246,7 +248,7 @@ else:
     config_json = find_config_json(path)
     description = describe_tokenizer(path, config.vocab_size) or {}
 
-# A folder gets the files of the tokenizer, a GGUF file the tokenizer itself.
+# A folder gets the files of the tokenizer; a GGUF file contains the tokenizer.
 tokenizer = description
 with tempfile.TemporaryDirectory() as made:
     if gguf:

@@ -1,4 +1,4 @@
-"""Compares runs: their curves in one picture, what differs between them in one table.
+"""Compares runs: draws their curves in one picture, and prints one table of their differences.
 
 $ python plot_jax.py out-a out-b out-c
 $ python plot_jax.py out-* --x=seconds --output=sweep.png
