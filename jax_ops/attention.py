@@ -1,8 +1,8 @@
 """Causal attention without materialized scores (chunked, blockwise, cuDNN, splash), and the causal
 mask.
 
-Scores and Dropout describe the computation, Piece the part of a sequence on a device, Sequence and
-Common the inputs of the blocks of chunked_attention."""
+Scores and Dropout describe the computation. Piece is the part of a sequence on a device. Sequence
+and Common are the inputs of the blocks of chunked_attention."""
 import dataclasses
 import functools
 import math
@@ -19,7 +19,7 @@ from jax_ops.dropout import hash_dropout
 from jax_ops.matmul import matmul, soft_cap
 from jax_ops.sharding import batch_axes, current_mesh
 
-# 'xla': dot_product_attention of jax_transformer.py; others: here
+# 'xla' is dot_product_attention of jax_transformer.py; the others are in this file
 ATTENTION = ('xla', 'chunked', 'cudnn', 'splash')
 
 MASKED = jnp.finfo(jnp.float32).min  # the score of a key that a query may not see
@@ -30,7 +30,8 @@ MASKED = jnp.finfo(jnp.float32).min  # the score of a key that a query may not s
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How a layer's products q k^T become scores. Hashable: jit takes it as a static argument."""
+    """How a layer's products q k^T become scores. Hashable, because jit takes it as a static
+    argument."""
     scale: float | None = None  # factor of the products; None is K**-0.5, K the width of a head
     cap: float = 0.0  # soft_cap keeps scores within +-cap; 0 is no cap
     window: int = 0  # number of last positions that a query sees (causal_mask); 0 is all
@@ -53,7 +54,7 @@ class Dropout(struct.PyTreeNode):
     """Which probabilities are dropped, see hash_dropout."""
     key_B: jax.Array | None = None  # a key for each sequence; None is no dropout
     rate: float = struct.field(pytree_node=False, default=0.0)  # share that is dropped
-    first_group: Any = 0  # number of the first key head here, where a device has some of them
+    first_group: Any = 0  # number of the first key head of this device
 
 
 NO_DROPOUT = Dropout()
@@ -70,14 +71,14 @@ def span_limits(config, layer_type):
 def causal_mask(key_position, position, *, window=0, chunk=0):
     """Returns True where a query may attend to a key: at its own position and before.
 
-    window: a query sees this many positions only, its own and those just before it; 0 is all.
-    chunk: positions are divided into chunks of this many, and a query sees its own chunk only; 0 is
+    window: a query sees only this many positions, its own and those just before it; 0 is all.
+    chunk: positions are divided into chunks of this many, and a query sees only its own chunk; 0 is
     one chunk for all.
 
-    All attention follows this rule, but not all code calls this function. Where a mask is an array,
-    it is made here: attention_mask in jax_transformer.py makes it of the positions in a KV cache,
-    attend_block of chunked_attention of the numbers of queries and keys. The kernels of cuDNN and
-    TPUs (cudnn_attention, splash_kernel) mask by themselves, and are told window and chunk."""
+    All attention follows this rule, but not all code calls this function. It makes the masks that
+    are arrays: attention_mask in jax_transformer.py calls it with the positions in a KV cache,
+    attend_block with the indices of queries and keys. The kernels of cuDNN and TPUs
+    (cudnn_attention, splash_kernel) get window and chunk as options, and mask by themselves."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window
@@ -87,12 +88,13 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first key position that a query at `position` may attend to by causal_mask. In
-    packed rows (start_BxT is given) a chunk begins with a conversation, so the result is a lower
-    bound: a query then attends to at most `chunk` positions, its own included."""
+    """Returns the first key position that a query at `position` may attend to by causal_mask.
+
+    In packed rows (start_BxT is given) chunks begin with each conversation. Then the result is a
+    lower bound: a query attends to at most `chunk` positions, its own included."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
-        # wherever the conversation began, a query sees at most this many positions
+        # wherever the conversation begins, a query sees at most `chunk` positions
         window, chunk = window or chunk, 0
     if chunk:
         return position // chunk * chunk
@@ -111,8 +113,8 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
     scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
-    start_BxT: the first position of each token's conversation in packed rows (GPT.loss): a query
-    attends to the keys from its start on, and chunks begin there.
+    start_BxT: for packed rows, the first position of each token's conversation (GPT.loss). A query
+    attends only to keys of its conversation, and chunks begin with the conversation.
     Raises UserError for options that the kernels of cuDNN and TPUs lack."""
     mesh = current_mesh()
     qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
@@ -148,7 +150,8 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
 
 
 def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
-    """fused_causal_attention of whole sequences on one device. options: sinks_H, start_BxT."""
+    """Computes fused_causal_attention of whole sequences on one device. options: sinks_H,
+    start_BxT."""
     if implementation == 'chunked':
         return chunked_attention(*qkv_and_scores, dropout=dropout, **options)
     if dropout.key_B is not None:
@@ -161,13 +164,14 @@ def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
 
 def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout, start_BxT,
                       kernel):
-    """fused_causal_attention on one of C (n_context) devices, each with T consecutive positions of
-    a sequence, inside shard_map. kernel: a splash_kernel; None is chunked attention.
+    """Computes fused_causal_attention on one of C (n_context) devices, inside shard_map. Each
+    device has T consecutive positions of a sequence. kernel: a splash_kernel; None is chunked
+    attention.
 
     Keys and values are all-gathered. The queries are exchanged so that every device has the same
-    work: of each of the C parts of the sequence, device i computes the i-th of C pieces, which
-    attends to the parts up to its own. That is (C + 1) / 2C of all scores, where causal attention
-    needs 1/2."""
+    work: each of the C parts of the sequence is divided into C pieces, and device i computes the
+    i-th piece of every part. A piece attends to the parts up to its own. That is (C + 1) / 2C of
+    all scores, where causal attention needs 1/2."""
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context
@@ -185,7 +189,7 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
     with jax.named_scope('all_to_all'):
         q_BxTxHxK, start_BxT = jax.tree.map(exchange, (q_BxTxHxK, start_BxT))
 
-    # splash: its mask knows the pieces
+    # splash: the kernel's mask takes the pieces into account
     if kernel:
         y_BxTxHxK = splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, kernel=kernel,
                                      sinks_H=sinks_H, start_BxT=start_BxT,
@@ -211,15 +215,15 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
 # kernels that come with GPUs and TPUs
 
 def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, start_BxT):
-    """fused_causal_attention by cuDNN's flash attention. A chunk of `scores` divides T or is at
-    least T."""
+    """Computes fused_causal_attention by cuDNN's flash attention. scores.chunk must divide T or be
+    at least T."""
     if sinks_H is not None or scores.cap or start_BxT is not None:
         raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
                         'attention=chunked')
     B, T, H, K = q_BxTxHxK.shape
     qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
     chunk, window = scores.chunk, scores.window
-    if chunk and chunk < T:  # chunks attend like sequences of their own
+    if chunk and chunk < T:  # each chunk is computed as a sequence of its own
         qkv = [x.reshape(B * T // chunk, chunk, *x.shape[2:]) for x in qkv]
     local_window_size = None
     if window:
@@ -231,10 +235,10 @@ def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, start_B
 
 def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, sinks_H=None,
                      start_BxT=None, key_start_BxS=None):
-    """fused_causal_attention by the splash attention kernel for TPUs that JAX ships.
+    """Computes fused_causal_attention by splash attention, a kernel for TPUs that JAX ships.
 
-    kernel: another splash_kernel than that of whole sequences on one device.
-    key_start_BxS: the starts of the keys, if they differ from the queries'."""
+    kernel: a splash_kernel; if not given, that of whole sequences on one device.
+    key_start_BxS: the starts of the keys' conversations, if keys and queries differ."""
     T, H, K = q_BxTxHxK.shape[1:]
     attend = kernel or splash_kernel(T, H, scores)
 
@@ -246,7 +250,7 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
     def attend_sequence(q, k, v, segment_ids):
         return attend(q, k, v, segment_ids, sinks=sinks_H)
 
-    # the start of a conversation is a number that only its tokens have
+    # the start of a conversation serves as its id, because no other conversation has the same start
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
     if key_start_BxS is None:
         key_start_BxS = start_BxT
@@ -257,9 +261,10 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
 def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
     """Returns the splash attention kernel for H heads of T positions. n_context devices share the
-    queries as in context_attention. interpret: runs it without a TPU, slowly.
+    queries as in context_attention. interpret: whether it runs without a TPU, slowly.
 
-    Blocks have 512 positions, as MaxText's, if that divides a device's queries; else 128."""
+    Blocks have 512 positions, as in MaxText, if 512 divides the number of a device's queries; else
+    128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     mask = masks.CausalMask((T, T))
@@ -268,7 +273,7 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
     if scores.chunk and scores.chunk < T:
         mask = masks.ChunkedCausalMask((T, T), scores.chunk)
 
-    # the order of the queries on the devices: [part, piece, position] by piece
+    # the order of the queries on the devices: [part, piece, position] -> [piece, part, position]
     positions = np.arange(T, dtype=np.int32).reshape(n_context, n_context, -1)
     mask.q_sequence = np.ascontiguousarray(positions.swapaxes(0, 1)).ravel()
 
@@ -287,8 +292,9 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
 # chunked attention: training on any backend
 
 class Sequence(NamedTuple):
-    """Queries, keys and values of one sequence (with a leading axis: of all), heads first. The Q =
-    H / G query heads of a group are folded into the time axis, as in dot_product_attention."""
+    """Queries, keys and values of one sequence, heads first; with a leading axis, of all sequences.
+    The Q = H / G query heads of a group are folded into the time axis, as in
+    dot_product_attention."""
     q_GxTQxK: jax.Array
     k_GxSxK: jax.Array
     v_GxSxK: jax.Array
@@ -297,7 +303,7 @@ class Sequence(NamedTuple):
 
 
 class Piece(struct.PyTreeNode):
-    """The positions of a sequence that a device computes, if not all."""
+    """The positions of a sequence that a device computes, if it does not compute all of them."""
     first: Any  # the position of the first query
     first_key: int = struct.field(pytree_node=False)  # the position of the first key
     n_positions: int = struct.field(pytree_node=False)  # the length of the sequence
@@ -305,24 +311,24 @@ class Piece(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Common:
-    """What all blocks of a call of chunked_attention have in common."""
+    """The inputs that all blocks of a call of chunked_attention share."""
     scores: Scores
     Q: int  # query heads of a group
-    n_positions: int  # the length of a sequence, also where a piece of it is computed
+    n_positions: int  # the length of the whole sequence, even if only a piece is computed
     sinks_H: jax.Array | None
-    dropout: Dropout  # its rate and first_group; each Sequence has its key
+    dropout: Dropout  # only rate and first_group are used; each Sequence has its own key
 
 
 def fold_groups(q_BxTxHxK, G):
-    """q[b, t, g Q + i] -> q[b, g, t Q + i], [B, G, T Q, K]: the Q = H / G query heads of a group
-    are folded into the time axis, as in dot_product_attention."""
+    """Computes q[b, t, g Q + i] -> q[b, g, t Q + i], [B, G, T Q, K]: folds the Q = H / G query
+    heads of a group into the time axis, as in dot_product_attention."""
     B, T, H, K = q_BxTxHxK.shape
     q_BxGxTxQxK = q_BxTxHxK.reshape(B, T, G, H // G, K).swapaxes(1, 2)
     return q_BxGxTxQxK.reshape(B, G, T * (H // G), K)
 
 
 def unfold_groups(y_BxGxTQxK, T):
-    """The inverse of fold_groups: [B, G, T Q, K] -> [B, T, G Q, K]."""
+    """Undoes fold_groups: [B, G, T Q, K] -> [B, T, G Q, K]."""
     B, G, TQ = y_BxGxTQxK.shape[:3]
     y_BxTxGxQxK = y_BxGxTQxK.reshape(B, G, T, TQ // T, -1).swapaxes(1, 2)
     return y_BxTxGxQxK.reshape(B, T, G * (TQ // T), -1)
@@ -331,17 +337,17 @@ def unfold_groups(y_BxGxTQxK, T):
 @functools.partial(jax.jit, static_argnames='scores')
 def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, dropout=NO_DROPOUT,
                       start_BxT=None, piece=None):
-    """fused_causal_attention in blocks of queries, on any backend. Values may be wider or narrower
-    than keys.
+    """Computes fused_causal_attention in blocks of queries, on any backend. Values may have another
+    width than keys.
 
-    A block of queries is computed at a time, against the keys that it may attend to: on a CPU 128
-    queries of one sequence, so that the probabilities stay in its L2 cache, elsewhere 512 of all
-    sequences. Probabilities are never stored, but recomputed in the backward pass
-    (docs/lab_log.md#chunked-attention). It is under jit so that all layers with the same `scores`
-    share one trace.
+    A block of queries is computed at a time, against the keys that it may attend to. On a CPU a
+    block has 128 queries of one sequence, so that the probabilities stay in its L2 cache, elsewhere
+    512 queries of all sequences. Probabilities are never stored, but recomputed in the backward
+    pass (docs/lab_log.md#chunked-attention). The function is under jit so that all layers with the
+    same `scores` share one trace.
 
-    piece: the Piece of the sequences that T consecutive queries and S consecutive keys are; by
-    default they are all of it."""
+    piece: a Piece, if the T queries and S keys are only a part of each sequence; both are
+    consecutive."""
     T, H = q_BxTxHxK.shape[1:3]
     G = k_BxSxGxK.shape[2]
     common = Common(scores, H // G, piece.n_positions if piece else T, sinks_H, dropout)
@@ -351,8 +357,8 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
         attend_one = functools.partial(attend_piece, common, piece)
         return unfold_groups(jax.lax.map(attend_one, sequences), T)
 
-    # checkpointed again, so that the loop does not stack the keys of each block: 0.71 of the time
-    # (docs/lab_log.md)
+    # checkpointed a second time, so that the loop does not stack the keys of each block: it takes
+    # 0.71 of the time (docs/lab_log.md)
     attend_one = functools.partial(attend_sequence, common, n=128, in_loop=True)
     attend_one = jax.checkpoint(attend_one, prevent_cse=False)
     one_by_one = functools.partial(jax.lax.map, attend_one)
@@ -362,15 +368,16 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
 
 def attend_sequence(common, sequence, n, in_loop):
-    """chunked_attention of one Sequence, n queries at a time -> [G, T Q, K]. in_loop: it is the
-    body of a loop, where nothing merges a block's recomputation with its forward pass."""
+    """Computes chunked_attention of one Sequence, n queries at a time -> [G, T Q, K]. in_loop:
+    whether it is the body of a loop, where XLA cannot merge a block's recomputation with its
+    forward pass."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
                             static_argnums=(0, 1))
 
-    # split and concatenated again, in float32: the gradients of a key are then added by block,
-    # none padded to [T]
+    # keys and values are split and concatenated again, in float32, so that their gradients are
+    # added block by block and are not padded to [T]
     sizes = [min(n, T - first) for first in range(0, T, n)]
     qs = jax.lax.split(sequence.q_GxTQxK, [size * common.Q for size in sizes], axis=1)
     ks, vs = (jax.lax.split(x_GxSxK.astype(jnp.float32), sizes, axis=1)
@@ -378,7 +385,7 @@ def attend_sequence(common, sequence, n, in_loop):
     dtype = sequence.v_GxSxK.dtype
     ys = []
     for i, q in enumerate(qs):
-        # the keys, beginning with the block of the first key that any of these queries sees
+        # the keys; the first block has the first key that any of these queries may see
         first_block = first_key_of(i * n, common.scores, sequence.start_T) // n
         seen = slice(first_block, i + 1)
         k, v = (jnp.concatenate(blocks[seen], axis=1).astype(dtype) for blocks in (ks, vs))
@@ -390,8 +397,9 @@ def attend_sequence(common, sequence, n, in_loop):
 
 
 def attend_piece(common, piece, sequence):
-    """chunked_attention of the Piece of one Sequence -> [G, T Q, K], in one loop over blocks of up
-    to 128 queries, each against all keys: `first` is known at run time only."""
+    """Computes chunked_attention of the Piece of one Sequence -> [G, T Q, K], in one loop over
+    blocks of up to 128 queries. Each block is computed against all keys, because piece.first is
+    known at run time only."""
     G, TQ, K = sequence.q_GxTQxK.shape
     T = TQ // common.Q
     n = math.gcd(T, 128)
@@ -399,7 +407,7 @@ def attend_piece(common, piece, sequence):
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=False,
                             static_argnums=1)
 
-    # in float32, so that the gradients of all blocks are added in it
+    # in float32, so that the gradients of all blocks are added in float32
     k_GxSxK = sequence.k_GxSxK.astype(jnp.float32)
     v_GxSxK = sequence.v_GxSxK.astype(jnp.float32)
 
@@ -419,7 +427,8 @@ def attend_piece(common, piece, sequence):
 
 
 def attend_block(common, first, first_key, block):
-    """softmax(mask(q k^T * scale)) v of some queries and keys of one sequence -> [G, T Q, K].
+    """Computes softmax(mask(q k^T * scale)) v of some queries and keys of one sequence -> [G, T Q,
+    K].
 
     first, first_key: the positions of the first query and key. block: their Sequence."""
     q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = block
@@ -430,7 +439,7 @@ def attend_block(common, first, first_key, block):
     position_TQx1 = jnp.repeat(first + jnp.arange(n_queries), common.Q)[:, None]
     key_position = jnp.arange(first_key, first_key + n_keys)
     if start_T is not None:
-        # both counted from the start of the query's conversation; earlier keys are not seen
+        # positions count from the start of the query's conversation; earlier keys are masked
         start_TQx1 = jnp.repeat(start_T, common.Q)[:, None]
         key_position = jnp.where(key_position < start_TQx1, 2**30, key_position - start_TQx1)
         position_TQx1 -= start_TQx1
@@ -451,9 +460,9 @@ def attend_block(common, first, first_key, block):
 
 
 def count_probs(common, first, first_key, shape):
-    """Returns the number of each attention probability of a block, uint32 [G, T Q, S], which dropout
-    hashes. They are entries of flat_index([H / Q, n_positions Q, n_positions]) for the whole
-    sequence on all devices, so several devices drop what one alone would drop.
+    """Returns a number for each attention probability of a block, uint32 [G, T Q, S], for dropout
+    to hash. They are entries of flat_index([H / Q, n_positions Q, n_positions]) of the whole
+    sequence on all devices, so that several devices drop the same probabilities as one device.
 
     first, first_key: positions of the block's first query and first key. shape: [G, T Q, S]."""
     g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
@@ -473,9 +482,9 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     dropout and gradients.
 
     It takes 256 queries at a time, and blocks of n = 256 keys with a running softmax
-    (arXiv:2205.14135): scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks that the mask rules
-    out are skipped. In a cache of more than 2,048 slots n is 512: larger matmuls, 0.95 of the time
-    for 4,096 tokens of SmolLM2."""
+    (arXiv:2205.14135). So scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks that the mask
+    rules out are skipped. For a cache of more than 2,048 slots n is 512, because larger matmuls are
+    faster: 0.95 of the time for 4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
 
     def attend(queries):
@@ -494,7 +503,7 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
 
 
 def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_H):
-    """blockwise_attention of some queries, in a loop over the blocks of keys that the mask
+    """Computes blockwise_attention of some queries, in a loop over the blocks of keys that the mask
     allows."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
@@ -503,8 +512,8 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
     q_BxGxTQxK = fold_groups(q_BxTxHxK, G)
 
     def attend_next(j, softmax):
-        # the j-th block in use; the last of all blocks overlaps the one before, and these keys are
-        # not counted twice
+        # the j-th block in use; if the last block overlaps the one before, the mask leaves out the
+        # keys that both have
         i = block_n[j]
         start = jnp.minimum(i * n, S - n)
         k_BxGxnxK = jax.lax.dynamic_slice_in_dim(k_BxSxGxK, start, n, axis=1).swapaxes(1, 2)
@@ -512,7 +521,7 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
         mask_BxTxn = jax.lax.dynamic_slice_in_dim(mask_BxTxS, start, n, axis=2)
         mask_BxTxn &= start + jnp.arange(n) >= i * n
 
-        # its scores
+        # the scores of the block
         mask_Bx1xTQxn = jnp.repeat(mask_BxTxn, Q, axis=1)[:, None]
         scores_BxGxTQxn = scores.of_keys(q_BxGxTQxK, k_BxGxnxK, mask_Bx1xTQxn)
         return add_block(softmax, scores_BxGxTQxn, v_BxGxnxK)
@@ -536,8 +545,8 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
 
 def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
-    """Adds the scores and values of a block to the running softmax, (the largest score; the sum of
-    exp(score - max); the values, summed with these weights). The earlier sums are scaled to the new
+    """Adds the scores and values of a block to the running softmax: (the largest score, the sum of
+    exp(score - max), the sum of the values with these weights). Scales the earlier sums to the new
     maximum."""
     old_max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = softmax
     max_BxGxTQx1 = jnp.maximum(old_max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
