@@ -1,8 +1,8 @@
-"""Loops shaped for XLA:CPU, some through private names of JAX.
+"""Loops shaped for XLA:CPU, some of which use private names of JAX.
 
-No other platform runs them: every caller chooses by jax.lax.platform_dependent, beside the plain
-form. Without this file CPUs would compute the same, slower; docs/performance.md says by how much
-for each of them."""
+No other platform runs them: every caller chooses by jax.lax.platform_dependent between them and the
+plain form. Without this file CPUs would compute the same results, but slower; docs/performance.md
+has the factor for each."""
 import functools
 
 import jax
@@ -13,17 +13,17 @@ from jax.sharding import PartitionSpec as Spec
 from jax_flags import ceil_div
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, current_mesh
 
-# The sums that are computed side by side of a row of weights, of floats and of int8.
+# The number of sums that are computed side by side for a row of weights, in float and in int8.
 FLOAT_LANES = 16
 INT_LANES = 32
 
 
 def as_row_major(x):
-    """x. On a CPU, XLA is told to lay it out row-major at this point; on a mesh it could not
-    partition that."""
+    """Returns x. On a CPU, asks XLA to store it row-major at this point; not on a mesh, where XLA
+    could not partition that."""
     try:
         from jax.experimental.layout import Layout, with_layout_constraint
-    except ImportError:  # only slower
+    except ImportError:  # without it, this is only slower
         return x
     if current_mesh():
         return x
@@ -38,9 +38,9 @@ def as_row_major(x):
 
 
 def transpose_materialized(x):
-    """x.swapaxes(-1, -2). bfloat16 on a CPU is also moved in memory: XLA:CPU's fast bfloat16 matmul
-    takes row-major [M, K] and [K, N] only, and converts everything else to float32 (2.3 times
-    slower, docs/lab_log.md#matmul)."""
+    """Computes x.swapaxes(-1, -2). On a CPU, bfloat16 is also moved in memory: XLA:CPU's fast
+    bfloat16 matmul takes row-major [M, K] and [K, N] only, and converts everything else to float32
+    (2.3 times slower, docs/lab_log.md#matmul)."""
     x = x.swapaxes(-1, -2)
     if x.dtype == jnp.bfloat16:
         x = as_row_major(x)
@@ -48,9 +48,9 @@ def transpose_materialized(x):
 
 
 def two_rows(multiply, x, y):
-    """multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one row
-    XLA:CPU converts a bfloat16 matrix to float32, and hoists the copies of all weights out of the
-    decode loop."""
+    """Computes multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one
+    row XLA:CPU converts a bfloat16 matrix to float32, and hoists the copies of all weights out of
+    the decode loop."""
     has_several_rows = x.size > x.shape[-1]
     if has_several_rows:
         return multiply(x, y)
@@ -58,13 +58,13 @@ def two_rows(multiply, x, y):
 
 
 def nt(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T, accumulated in dtype: the plain form of the functions below."""
+    """Computes x @ w.T, accumulated in dtype: the plain form of the functions below."""
     last_axes = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
 
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
-    """x @ w.T as (w @ x.T).T: XLA:CPU repacks the right operand, and here that is the small one
+    """Computes x @ w.T as (w @ x.T).T. XLA:CPU repacks the right operand, which is then the small x
     (docs/lab_log.md#weights-on-the-left)."""
     # five rows take longer than eight
     R = len(x_RxI)
@@ -74,14 +74,14 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
         y_OxR = nt_uint8().bind(w_OxI, x_RxI)
     else:
         y_OxR = nt(w_OxI, x_RxI, dtype)
-    # the barrier keeps XLA from swapping the operands back and from fusing what follows
+    # the barrier keeps XLA from swapping the operands back, and from fusing the next operations
     return jax.lax.optimization_barrier(y_OxR).T[:R]
 
 
 def fusion_barrier(condition, f, otherwise, *args):
-    """f(*args) if the condition holds, else `otherwise` everywhere. XLA:CPU moves nothing across a
-    condition: it neither computes x for each row of the weights, nor converts the weights ahead of
-    the decode loop."""
+    """Computes f(*args) if the condition holds, else returns an array filled with `otherwise`.
+    XLA:CPU moves nothing across a condition: it neither computes x for each row of the weights, nor
+    converts the weights ahead of the decode loop."""
     y = jax.eval_shape(f, *args)
 
     def constant(*args):
@@ -110,13 +110,13 @@ def int16_lane_terms(n):
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
-    """x @ w.T -> float32 [1, O] of bfloat16 arrays, one row of x: twice as fast
+    """Computes x @ w.T -> float32 [1, O] of bfloat16 arrays, for one row of x: twice as fast
     (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU:
     - FLOAT_LANES sums side by side fill vector registers; with 32 a core skips every other cache
       line of float32 weights at first (docs/lab_log.md#sixteen-lanes);
-    - each has at most 20 terms, or LLVM does not unroll them;
+    - each sum has at most 20 terms, or LLVM does not unroll it;
     - the two halves of the rows are one reduction, because XLA compiles a reduction of one operand
       as a slower library call, and because two streams of weights are prefetched faster than one;
     - a matmul with ones adds up the sums of all blocks."""
@@ -139,13 +139,13 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 
 def add_pairs(a, b):
-    """[a[0] + b[0], a[1] + b[1]]: the reduction of two operands at once."""
+    """Returns [a[0] + b[0], a[1] + b[1]]: reduces two operands at once."""
     return [a[0] + b[0], a[1] + b[1]]
 
 
 def add_up(products):
-    """[x.sum((1, 2, 3))[None] for x in products], of the two halves of all products of
-    nt_bfloat16_row, float32 [rows, blocks, terms, lanes]."""
+    """Computes [x.sum((1, 2, 3))[None] for x in products]. products: the two halves of the products
+    of nt_bfloat16_row, float32 [rows, blocks, terms, lanes] each."""
     # the terms of each sum, then the sums of all lanes and blocks
     sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
     n_rows, n_blocks, n_lanes = sums[0].shape
@@ -154,35 +154,36 @@ def add_up(products):
 
 
 # -----------------------------------------------------------------------------
-# One matrix of a stack for each row of x: the experts that tokens chose, in decoding.
+# A matrix of a stack for each row of x: in decoding, the experts that tokens chose.
 
 def chosen_rows(w_ExOxI, matrix_R, shape):
-    """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]: shape is that of a row of I elements.
+    """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]; shape replaces the axis of I elements.
 
-    It gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result.
-    XLA:CPU would copy a slice w[e], or would not vectorize the loop that reads it: LLVM then loads
-    e again for each element (docs/lab_log.md#experts-in-decoding)."""
+    It gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result. A
+    slice w[e] would be copied, or the loop that reads it would not be vectorized: LLVM then loads e
+    again for each element (docs/lab_log.md#experts-in-decoding)."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
 
 
 def halves_of_outputs(w):
-    """The two halves of w [..., O, N, t, lanes] by outputs, which share one if O is odd."""
+    """Returns the two halves of w [..., O, N, t, lanes] by outputs. If O is odd, both contain the
+    middle output."""
     O = w.shape[-4]
     n = ceil_div(O, 2)
     return [w[..., :n, :, :, :], w[..., O - n:, :, :, :]]
 
 
 def join_halves(halves, O):
-    """Joins the results of each half of halves_of_outputs to [..., O]."""
+    """Joins the results of the two halves of halves_of_outputs to [..., O]."""
     first, second = halves
     return jnp.concatenate([first, second[..., O % 2:]], axis=-1)
 
 
 def nt_chosen(x_RxI, w_ExOxI, matrix_R):
-    """[x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 or float32 arrays:
-    each row as in nt_bfloat16_row."""
+    """Computes [x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 or float32
+    arrays, each row as in nt_bfloat16_row."""
     R, I = x_RxI.shape
     O = w_ExOxI.shape[1]
     terms = float_lane_terms(I)
@@ -201,19 +202,19 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
 
 
 # -----------------------------------------------------------------------------
-# int8 weights, in the order of a decode step: linear (matmul.py) meets an Int8, matmul_int8
+# int8 weights in a decode step: linear (matmul.py) calls matmul_int8 for an Int8. matmul_int8
 # quantizes x to int16 and calls multiply_integers.
 # - One row, of a multiple of 96, 128, 160 or 192 features: x and weights are widened to int32
 #   (nt_int16_row).
-# - Others: x is split into two halves in int8, x = 256 high + low (nt_int16), which are multiplied
-#   by nt_weights_left: of int8 weights as int8 x int8 -> int32, of uint8 by nt_uint8 (VNNI).
-# - Many rows (matmul_int8 says how many): the weights are converted to x's dtype instead.
-# The weights became Int8 in convert_params_for_decoding (decode_weights.py), and are stored as
-# uint8 (as_uint8) where cpu_multiplies_uint8.
+# - Other rows: x is split into two halves in int8, x = 256 high + low (nt_int16). nt_weights_left
+#   multiplies them by int8 weights as int8 x int8 -> int32, by uint8 weights with nt_uint8 (VNNI).
+# - Many rows (the number is in matmul_int8): the weights are converted to x's dtype instead.
+# convert_params_for_decoding (decode_weights.py) makes Int8 of the weights. It stores them as uint8
+# (as_uint8) if cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies with its shard of w. XLA's
-    partitioner would gather w where nt_int16_row splits its rows."""
+    """Computes multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies by its shard of w.
+    XLA's partitioner would gather w, because nt_int16_row splits the rows of w."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0
@@ -234,16 +235,18 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
 
 
 def int16_levels(n):
-    """Returns the largest level for n quantized activations: a matmul's sum of n terms fits into
-    int32, and a level is 256 a + b with a and b in int8. For 768 activations it is 22,016."""
+    """Returns the largest magnitude of activations that are quantized to int16, for matmuls that
+    sum n terms. The sum must fit into int32, and a value must be 256 a + b with a and b in int8.
+    For n = 768 it is 22,017."""
     most_in_two_halves = 127 * 256 + 127
     most_in_a_sum = (2**31 - 1) // (127 * n)
     return min(most_in_two_halves, most_in_a_sum)
 
 
 def multiply_integers(x_RxI, w_OxI, matrix_R=None):
-    """x @ w.T of int16 x and the values of an Int8, exact, then in float32; called by matmul_int8
-    and a Chosen kernel (matmul.py). matrix_R: the matrix of each row, if w is a stack [E, O, I]."""
+    """Computes x @ w.T of int16 x and the values of an Int8, exactly, and returns float32 [R, O].
+    matrix_R: the matrix of each row, if w is a stack [E, O, I]. Called by matmul_int8 and a Chosen
+    kernel (matmul.py)."""
     R, I = x_RxI.shape
     if matrix_R is not None:
         w_RxOxI = chosen_rows(w_OxI, matrix_R, (I,))
@@ -252,19 +255,20 @@ def multiply_integers(x_RxI, w_OxI, matrix_R=None):
         y_RxO = nt_int16_row(x_RxI, w_OxI)
     else:
         y_RxO = nt_int16(x_RxI, w_OxI)
-    if w_OxI.dtype == jnp.uint8:  # values + 128: int32 wraps around, and the difference is exact
+    # uint8 weights are values + 128; int32 may wrap around, but the difference is exact
+    if w_OxI.dtype == jnp.uint8:
         y_RxO -= 128 * x_RxI.sum(1, keepdims=True, dtype=jnp.int32)
     return y_RxO.astype(jnp.float32)
 
 
 def nt_int16_row(x_1xI, w_OxI):
-    """x @ w.T -> int32 [1, O] of one row of int16 x."""
+    """Computes x @ w.T -> int32 [1, O] for one row of int16 x."""
     return int16_sums(x_1xI, w_OxI)[None]
 
 
 def int16_sums(x, w):
-    """(x * w).sum(-1) in int32, of int16 x [..., 1, I] and (u)int8 w [..., O, I]: INT_LANES sums
-    side by side, of two rows of w at a time, as in nt_bfloat16_row.
+    """Computes (x * w).sum(-1) in int32, for int16 x [..., 1, I] and (u)int8 w [..., O, I]. As in
+    nt_bfloat16_row, it computes INT_LANES sums side by side, of two rows of w at a time.
 
     The terms of a block are added one by one: a reduction over terms and another over sums are one
     loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
@@ -288,8 +292,8 @@ def int16_sums(x, w):
 
 
 def nt_int16(x_RxI, w_OxI):
-    """x @ w.T -> int32 of int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in int8, so it
-    is split: x = 256 high + low."""
+    """Computes x @ w.T -> int32 for int16 x and (u)int8 weights. XLA:CPU's fast matmuls take x in
+    int8, so x is split: x = 256 high + low."""
     high_RxI = (x_RxI + 128) >> 8
     low_RxI = x_RxI - 256 * high_RxI
     x_2RxI = jnp.concatenate([high_RxI, low_RxI]).astype(jnp.int8)
@@ -300,10 +304,11 @@ def nt_int16(x_RxI, w_OxI):
 
 @functools.cache
 def nt_uint8():
-    """Returns the primitive x @ w.T -> int32 of uint8 x (weights, see nt_weights_left) and int8 w.
+    """Returns the primitive x @ w.T -> int32 of uint8 x and int8 w. The weights are x here, see
+    nt_weights_left.
 
-    It is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as long. A
-    primitive of its own, because JAX's lowering converts operands of two dtypes to int32."""
+    It is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as long. It
+    is a primitive of its own, because JAX's lowering converts operands of two dtypes to int32."""
     from jax.extend.core import Primitive
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import stablehlo
@@ -326,8 +331,8 @@ def nt_uint8():
 
 @functools.cache
 def cpu_multiplies_uint8():
-    """Tells whether nt_uint8 compiles: XLA may not have it for this CPU, and a later JAX not what
-    it is made of."""
+    """Returns whether nt_uint8 compiles: XLA may not support it on this CPU, and a later JAX may
+    lack the private names that it uses."""
     shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
     try:
         # on a CPU, also where the default device is another one
