@@ -1,8 +1,8 @@
-"""Weights as decoding reads them: cast once, quantized, transposed, in the order of tensor ranks.
+"""Weights in the forms that decoding reads: cast once, quantized, transposed, in the order of
+tensor ranks.
 
-A decode step reads every weight once for each token, so how they lie in memory decides its speed.
-linear() in matmul.py takes each of these forms in the place of an array [I, O].
-"""
+A decode step reads every weight once for each token, so that their order in memory decides its
+speed. linear() in matmul.py takes each of these forms in place of an array [I, O]."""
 import functools
 
 import jax
@@ -18,21 +18,21 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, except experts'; on one CPU device kernels in float32 and
-    bfloat16 do. Removes each block from the dict `params` as it is converted, so that
-    memory need not hold the model twice."""
+    On one GPU kernels become Transposed, except those of experts; on one CPU device all kernels in
+    float32 and bfloat16 do. Removes each block from the dict `params` when it is converted, so that
+    memory need not hold the model twice. Raises UserError for an unknown `quantize`."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
         part = {name: params.pop(name)}
         devices = devices_of(part)
         is_one_device = len(devices) == 1
-        platform = next(iter(devices)).platform  # all have the same
+        platform = next(iter(devices)).platform  # the same for all devices
         on_cpu = platform == 'cpu'
-        if is_one_device:  # without a mesh of one device, see commit in jax_generate.py
+        if is_one_device:  # take arrays off a mesh of one device, see commit in jax_generate.py
             part = jax.tree.map(lambda x: jnp.asarray(x).addressable_data(0), part)
 
-        # values in dtype or int8, then the order in memory
+        # first the values, in dtype or int8, then their order in memory
         if quantize:
             stored_as = jnp.uint8 if on_cpu and cpu_multiplies_uint8() else jnp.int8
             part = quantize_params(part, stored_as)
@@ -52,7 +52,8 @@ def devices_of(tree):
 
 
 def map_kernels(change, params):
-    """Returns the parameters with change(path, kernel) of each, arrays as Plain. path: of names."""
+    """Returns the parameters with each leaf replaced by change(path, kernel). kernel: a Kernel; an
+    array is a Plain. path: a tuple of names."""
     def change_leaf(path, p):
         return change(tuple(part.key for part in path), as_kernel(p))
 
@@ -60,16 +61,16 @@ def map_kernels(change, params):
 
 
 def quantize_params(params, stored_as=jnp.int8):
-    """Returns the parameters with Int8 matrices, see quantize_param: a quarter of
-    float32's bytes."""
+    """Returns the parameters with matrices as Int8, a quarter of float32's bytes; see
+    quantize_param."""
     return map_kernels(functools.partial(quantize_param, stored_as=stored_as), params)
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
-    """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output, and other
-    parameters as they are: wpe, kv_b and the router are small, and routing is sensitive.
+    """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output. Others are
+    unchanged: wpe, kv_b and the router are small, and routing is sensitive.
 
-    stored_as: the dtype of its values, int8 or uint8, see Int8."""
+    stored_as: the dtype of the values of the Int8, int8 or uint8."""
     kernel = as_kernel(p)
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
         return kernel.stored()
@@ -77,14 +78,14 @@ def quantize_param(path, p, stored_as=jnp.int8):
 
 
 def cast_matrices(params, dtype):
-    """Returns the parameters with matrices in the compute dtype, cast once instead of in every
-    step."""
+    """Returns the parameters with matrices in the compute dtype, so that they are cast once and not
+    in every step."""
     return map_kernels(lambda path, kernel: kernel.cast(dtype), params)
 
 
 def transpose_kernels(params, with_experts=False):
-    """Returns the parameters with every kernel [I, O] as Transposed, with_experts also experts'
-    kernels [E, I, O]; the router stays as it is."""
+    """Returns the parameters with every kernel [I, O] as Transposed, except the router's.
+    with_experts: whether kernels of experts [E, I, O] become Transposed, too."""
     def transpose(path, kernel):
         is_matrix = path[-1] == 'kernel' and 'router' not in path
         if is_matrix and (with_experts or kernel.values.ndim == 2):
@@ -95,9 +96,9 @@ def transpose_kernels(params, with_experts=False):
 
 
 def order_columns_by_rank(params, config):
-    """Returns the parameters of convert_params_for_decoding with c_attn's columns in the order of
-    the current mesh's tensor ranks (order_by_rank): each rank has its own, so that no decode step
-    moves them. Replaces one layer after the other in place."""
+    """Returns the parameters of convert_params_for_decoding with the columns of c_attn in the order
+    of the current mesh's tensor ranks (order_by_rank). Each rank then has its own columns, so that
+    no decode step moves them. Replaces the kernels in place, layer by layer."""
     mesh = current_mesh()
     if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
         return params
@@ -111,6 +112,6 @@ def order_columns_by_rank(params, config):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def order_kernel(kernel, widths, n_ranks):
-    """Returns an array [I, O] or Int8 with its columns in the order of n_ranks, as Transposed or
-    Int8."""
+    """Returns a kernel, an array [I, O] or Int8, with its columns in the order of n_ranks tensor
+    ranks. An array becomes Transposed."""
     return as_kernel(kernel).order_columns(widths, n_ranks)

@@ -1,4 +1,4 @@
-"""Mixture of experts: tokens to the experts that the router chose, and back."""
+"""Mixture of experts: sends tokens to the experts that the router chose, and sums the results."""
 import functools
 
 import jax
@@ -12,15 +12,15 @@ from jax_ops.sharding import EXPERTS, batch_axes, current_mesh
 
 
 def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False, way='loop'):
-    """sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in x's
-    dtype.
+    """Computes sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in
+    x's dtype.
 
     weights: a tree of arrays [E, ...]. scale_input: whether the weight scales f's input instead of
     its output. way: see choose_experts.
 
-    On a mesh (expert parallelism) a device has some experts: it all-gathers the tokens over the
-    expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
-    tokens are sent only where they are used (exchange_tokens)."""
+    On a mesh (expert parallelism) a device has some of the experts. It all-gathers the tokens over
+    the expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
+    a token is sent only to the ranks of its experts (exchange_tokens)."""
     mix = functools.partial(mix_range, f, scale_input, way)
     mesh = current_mesh()
     if mesh is None:
@@ -32,11 +32,11 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     axes = EXPERTS if E % (n_ranks * mesh.shape['tensor']) == 0 else ('expert',)
     batch = batch_axes(len(x_PxD))
 
-    # sums are over tensor; over expert, too, if tokens are replicated there
+    # sum over tensor; also over expert, if the tokens are replicated over it
     sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
 
     def mix_own(weights, *tokens):
-        """The part of this device's experts in the sums."""
+        """Returns the part of this device's experts in the sums."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
         y_PxD = mix(first_expert, weights, *tokens)
         with jax.named_scope('reduce_scatter'):
@@ -46,7 +46,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
         if not batch:
             return mix_own(weights, *tokens)
         # send tokens to the ranks of their experts, if that is at most half of what the all-gather
-        # sends; with space for twice the rows of balanced routing, because few rows vary more
+        # sends. There is space for twice the rows of balanced routing, because the number of rows
+        # varies if they are few
         n_tokens, U = tokens[1].shape
         capacity = max(64, ceil_div(2 * n_tokens * U, n_ranks))
         if 2 * capacity <= n_tokens:
@@ -65,8 +66,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
 
 
 def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
-    """mix_experts on one device that has the `weights` of the experts from first_expert on, and
-    takes the others for 0."""
+    """Computes mix_experts on one device that has the `weights` of the experts from first_expert
+    on. Other experts count as 0."""
     D = x_PxD.shape[1]
     x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
     scale_PxUx1 = weight_PxU[..., None]
@@ -76,29 +77,29 @@ def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, wei
     own_expert_R = expert_PxU.ravel() - first_expert
     y_RxD = grouped_experts(f, weights, x_PxUxD.reshape(-1, D), own_expert_R, way)
     y_PxUxD = y_RxD.reshape(x_PxUxD.shape)
-    # the sum over u is cast here, before it is sent
+    # cast the sum over u here, before it is sent to other devices
     return (y_PxUxD * scale_PxUx1).sum(1).astype(x_PxD.dtype)
 
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
-    """reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside shard_map,
-    where mix computes the experts of its rank and ignores the others; each token is sent only to
+    """Computes reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside
+    shard_map. mix computes the experts of its rank and ignores the others. A token is sent only to
     the ranks of its experts, once to each.
 
-    A round is an all-to-all of `capacity` rows for each of M ranks, unused ones with expert -1,
-    mix, and an all-to-all of the results. There are as many rounds as the largest number of rows
-    from one rank to another needs, so no token is dropped; with balanced routing one is enough.
-    (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
+    Each round is an all-to-all of `capacity` rows for each of M ranks (unused rows have expert -1),
+    then mix, then an all-to-all of the results. There are as many rounds as the largest number of
+    rows from one rank to another needs, so no token is dropped; with balanced routing one round is
+    enough. (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
 
-    # the rank that each row is sent to: none if an earlier expert of the token has the same rank
+    # the rank that each row is sent to; M (none) if an earlier expert of its token has that rank
     rank_PxU = expert_PxU // experts_per_rank
     is_repeat_PxU = jnp.tril(rank_PxU[:, :, None] == rank_PxU[:, None], -1).any(2)
     rank_R = jnp.where(is_repeat_PxU, M, rank_PxU).ravel()
     is_sent_RxM = jax.nn.one_hot(rank_R, M, dtype=jnp.int32)
 
-    # its number among the rows for this rank, -1 if it is not sent
+    # the number of each row among the rows for its rank, -1 if it is not sent
     slot_R = (jnp.cumsum(is_sent_RxM, 0) * is_sent_RxM).sum(1) - 1
     n_rounds = ceil_div(jax.lax.pmax(is_sent_RxM.sum(0).max(), 'expert'), capacity)
 
@@ -110,7 +111,8 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
         expert_PxU, rank_R, slot_R = routing
         weights, x_PxD, weight_PxU = args
 
-        # where each row of this round is among the rows that are sent; others are out of range
+        # the index of each row of this round among the rows that are sent; other rows get an index
+        # out of range
         out_of_range_R = M * capacity + jnp.arange(len(slot_R))
         is_in_round_R = slot_R // capacity == i
         sent_row_R = rank_R * capacity + slot_R % capacity
@@ -122,22 +124,22 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
             rows = rows.at[row_R].set(x_RxW, mode='drop', unique_indices=True)
             return all_to_all(rows)
 
-        # there, be mixed, and back
+        # send the rows, mix them there, and send the results back
         sent = send(x_PxD, 0), send(expert_PxU, -1), send(weight_PxU, 0)
         y_RxD = all_to_all(mix(weights, *sent))
         y_RxD = y_RxD.at[row_R].get(mode='fill', fill_value=0, unique_indices=True)
         return y_RxD.reshape(n_tokens, U, -1).sum(1, dtype=jnp.float32)
 
     routing = expert_PxU, rank_R, slot_R
-    args = weights, x_PxD, weight_PxU  # these have gradients
+    args = weights, x_PxD, weight_PxU  # the inputs that have gradients
     y_PxD = sum_rounds(exchange, n_rounds, routing, args)
     return y_PxD.astype(x_PxD.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_rounds(f, n, constants, args):
-    """sum(f(i, constants, args) for i in range(n)), where n is traced, and 1 as a rule: only the
-    first call saves what its backward pass needs, the others are recomputed."""
+    """Computes sum(f(i, constants, args) for i in range(n)) for a traced n, which is usually 1.
+    Only the first call saves what its backward pass needs; the others are recomputed."""
     def add_round(i, y):
         return y + f(i, constants, args)
 
@@ -167,13 +169,14 @@ sum_rounds.defvjp(sum_rounds_fwd, sum_rounds_bwd)
 
 
 def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
-    """[f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], zeros where expert_R[r] is not in 0 ..
-    E-1.
+    """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
+    not in 0 .. E-1.
 
-    way: see choose_experts. Few rows of decoding are computed one by one on a CPU, with weights as
-    convert_params_for_decoding makes them; all others in blocks of one expert each."""
+    way: see choose_experts. If rows are few, as in decoding, a CPU computes them one by one, with
+    weights as convert_params_for_decoding makes them. All others are computed in blocks of one
+    expert each."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
-    # on a mesh a device has only some; here, inside shard_map, current_mesh() is None
+    # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty
     leaves = [as_kernel(leaf) for leaf in jax.tree.leaves(weights, is_leaf=is_kernel)]
     matrices = [leaf for leaf in leaves if leaf.values.ndim > 2]  # without biases [E, O]
@@ -185,8 +188,8 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
 
 def experts_one_by_one(f, weights, x_RxD, expert_R):
-    """grouped_experts where each row reads the weights of its own expert, without a copy of them or
-    a loop around f: linear() takes a matrix for each row, see Chosen."""
+    """Computes grouped_experts so that each row reads the weights of its own expert, without a copy
+    of them or a loop around f: linear() takes a matrix for each row, see Chosen."""
     def choose(w):
         return as_kernel(w).choose(expert_R)
 
@@ -194,7 +197,7 @@ def experts_one_by_one(f, weights, x_RxD, expert_R):
 
 
 def experts_in_blocks(f, way, weights, x_RxD, expert_R):
-    """grouped_experts for any number of rows, in blocks.
+    """Computes grouped_experts for any number of rows, in blocks.
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
     experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
@@ -202,7 +205,7 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
     are computed, one of EXPERT_WAYS (layers.py)."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
-    # rows of no expert are sorted to the end
+    # rows without an expert are sorted to the end
     expert_R = jnp.where((expert_R >= 0) & (expert_R < E), expert_R, E)
     b, n = block_sizes(way, R, E)
 
@@ -211,8 +214,8 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
     blocks_E = ceil_div(rows_E, b)
     block_end_E = jnp.cumsum(blocks_E)
 
-    # the slot of each row in the blocks: row s of the sorted rows belongs in slot s + shift of its
-    # expert; n * b is out of range
+    # the slot of each row in the blocks: sorted row s goes to slot s + shift of its expert; rows
+    # without an expert have the shift n * b, which is out of range
     shift_E = (block_end_E - blocks_E) * b - (jnp.cumsum(rows_E) - rows_E)
     order_R = jnp.argsort(expert_R)
     sorted_expert_R = expert_R[order_R]
@@ -235,12 +238,13 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
 
 
 def block_sizes(way, R, E):
-    """Returns (rows of a block, the largest number of blocks that R rows of E experts touch)."""
+    """Returns (rows of a block, the largest number of blocks that R rows of E experts can need)."""
     if way == 'loop':
         # larger blocks pad more, smaller ones read weights more often
         b = max(1, min(ceil_div(R, E), 64))
         return b, R // b + min(E, R)
-    # each block reads its expert's weights: as few as pad less than 12.5% if routing is balanced
+    # each block reads its expert's weights: take as few blocks as pad less than 12.5% if routing is
+    # balanced
     b = max(1, R // (4 * E))
     # the last block of each expert may have one row only
     return b, (R + min(E, R) * (b - 1)) // b
@@ -248,8 +252,8 @@ def block_sizes(way, R, E):
 
 def batched_apply(f, weights, x_nxbxD, expert_n):
     """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls. The weights of
-    each block are materialized, and again in the backward pass. An expert_n of E means the last
-    expert."""
+    each block are materialized, and again in the backward pass. Blocks with expert_n = E (unused)
+    take the weights of the last expert."""
     def apply(weights, x_nxbxD):
         def take(w):
             return checkpoint_name(jnp.take(w, expert_n, axis=0, mode='clip'), 'of_blocks')
@@ -262,7 +266,8 @@ def batched_apply(f, weights, x_nxbxD, expert_n):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
-    """[f(weights[expert_n[i]], x[i]) for i in range(n_used)], zeros for the other blocks [b, D].
+    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n_used)], with zeros for the other
+    blocks [b, D].
 
     The gradients of the weights are accumulated in place; JAX's rule adds zeros for all experts in
     every iteration."""
@@ -273,7 +278,7 @@ def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
 
 
 def take_expert(weights, e):
-    """weights[e] of every leaf [E, ...]."""
+    """Returns weights[e] of every leaf [E, ...]."""
     def take(w):
         return jax.lax.dynamic_index_in_dim(w, e, keepdims=False)
 

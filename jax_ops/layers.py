@@ -1,4 +1,5 @@
-"""All layers as one loop, gradient checkpointing, and a function of positions in chunks."""
+"""Runs all layers as one loop, with gradient checkpointing, and maps a function over chunks of
+positions."""
 import functools
 
 import jax
@@ -18,8 +19,9 @@ REMAT_POLICIES = {
 
 
 def scan_blocks(gpt, stream, call):
-    """for block in gpt.h: stream, _ = block(stream, call), compiled as one loop over parameters
-    that are stacked in every call; the state and checkpoints keep h_0, h_1, ..."""
+    """Computes `for block in gpt.h: stream, _ = block(stream, call)` as one compiled loop. The
+    parameters of all layers are stacked in every call; the state and checkpoints keep h_0, h_1,
+    ..."""
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
@@ -46,9 +48,9 @@ def scan_blocks(gpt, stream, call):
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
-    """f(*xs) -> [B, T], or a tree of such, computed for `chunk` of the T positions at a time and
-    recomputed in the backward pass, so that f's intermediate values (logits) exist for one chunk
-    only.
+    """Computes f(*xs) -> [B, T], or a tree of such arrays, for `chunk` of the T positions at a
+    time, and again in the backward pass. So the intermediate values of f (logits) exist for one
+    chunk only.
 
     chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
     B, T = xs_BxT[0].shape[:2]
