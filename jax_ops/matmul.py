@@ -1,4 +1,5 @@
-"""Matrix multiplication, and the kernels (flax's word for weight matrices) that linear() takes."""
+"""Matrix multiplication, and the kernels (flax's word for weight matrices) that linear()
+accepts."""
 import functools
 import math
 from typing import Any
@@ -18,10 +19,10 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """Returns the same parameter; on a mesh, with the values of dtype and all-gathered over fsdp.
-    It is cast first, which reduces traffic; its gradient is a sum in the parameter's dtype.
+    """Returns the parameter unchanged; on a mesh, all-gathered over fsdp, with values rounded to
+    dtype. It is cast first, which reduces traffic. Its gradient is a sum in the parameter's dtype.
 
-    tp: its sharding as (storage, compute)."""
+    tp: the shardings of the parameter, (storage, compute)."""
     if not current_mesh():
         return param
 
@@ -35,7 +36,7 @@ def all_gather_param(param, dtype, tp=()):
 
 
 def matmul_f32_acc(x, y, dtype=None):
-    """x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
+    """Computes x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
     dtype = dtype or x.dtype
     direct = functools.partial(jnp.matmul, preferred_element_type=dtype)
 
@@ -51,11 +52,11 @@ def matmul_f32_acc(x, y, dtype=None):
 
 
 def weight_grad(x, g, dtype):
-    """x.T @ g for x [..., R, I] and g [..., R, O].
+    """Computes x.T @ g for x [..., R, I] and g [..., R, O].
 
     Transposes the activation x; JAX's rule transposes g, slower on CPUs (docs/lab_log.md#matmul).
-    In bfloat16 a transpose is a copy: if g and the result together are smaller than x, (g.T @ x).T
-    is computed instead."""
+    In bfloat16 a transpose is a copy. Therefore, if g and the result together are smaller than x,
+    computes (g.T @ x).T instead."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         transposed = matmul_f32_acc(transpose_materialized(g), x, dtype)
@@ -65,8 +66,8 @@ def weight_grad(x, g, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def matmul(x, y, transpose_rhs=False, dtype=None, tp=()):
-    """x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32; the result in dtype
-    (default: x's).
+    """Computes x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32. The result
+    is in dtype (default: x's).
 
     x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes.
     tp: COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh. The kernel is all-gathered over
@@ -88,9 +89,9 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     if current_mesh() and tp == ROW_PARALLEL:
         g = gather_positions(g)
     if current_mesh() and tp:
-        # The barrier prevents CSE with the forward all-gather, and moving this one out of a loop of
-        # micro-steps. It ties the weights to x, not to g, so that XLA can prefetch them before g is
-        # known (docs/parallelism.md#overlap).
+        # The barrier prevents CSE with the forward all-gather, and keeps this all-gather inside a
+        # loop of micro-steps. It ties the weights to x, not to g, so that XLA can prefetch them
+        # before g is known (docs/parallelism.md#overlap).
         y_stored, x = jax.lax.optimization_barrier((y_stored, x))
 
     # the gradient of x
@@ -99,7 +100,7 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
         y = transpose_materialized(y)
     dx = matmul_f32_acc(g, y)
 
-    # the gradient of y: of a kernel, a sum over all rows
+    # the gradient of y; if y is a kernel, it is a sum over all rows
     if y.ndim == 2 and x.ndim == 3 and is_context_split():
         return dx, sharded_weight_grad(x, g, y_stored.dtype, transpose_rhs, tp)
     if y.ndim == 2:
@@ -120,8 +121,9 @@ def is_context_split():
 
 
 def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
-    """The gradient of a kernel where T is sharded: a sum over B and T as they are. As one axis they
-    have no sharding unless B is 1, and every device would gather all of x and g."""
+    """Computes the gradient of a kernel if T is sharded, as a sum over the two axes B and T. Merged
+    to one axis they would have no sharding unless B is 1, and every device would all-gather x and
+    g."""
     left, right = (g_BxTxO, x_BxTxI) if transpose_rhs else (x_BxTxI, g_BxTxO)
     dy = jax.lax.dot_general(
         left, right, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
@@ -133,16 +135,17 @@ matmul.defvjp(matmul_fwd, matmul_bwd)
 
 
 def soft_cap(x, cap):
-    """cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2, arXiv:2408.00118)."""
+    """Computes cap * tanh(x / cap): scores or logits that stay within +-cap (Gemma 2,
+    arXiv:2408.00118)."""
     return cap * jnp.tanh(x / cap)
 
 
 def matmul_nt(x, w_OxI):
-    """x [..., I] @ w.T -> float32 [..., O]: the matmul of decoding, where weights [O, I] are read
-    once per step.
+    """Computes x [..., I] @ w.T -> float32 [..., O], the matmul of decoding, in which weights [O,
+    I] are read once per step.
 
-    XLA:CPU repacks the right operand, so for few rows the weights are the left one
-    (docs/lab_log.md#weights-on-the-left). In bfloat16 one row has a loop of its own."""
+    XLA:CPU repacks the right operand, so for few rows of x the weights are the left operand
+    (docs/lab_log.md#weights-on-the-left). A single row in bfloat16 has a loop of its own."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)
     R, I = x_RxI.shape
@@ -152,26 +155,26 @@ def matmul_nt(x, w_OxI):
     on_cpu = functools.partial(two_rows, nt)
     if is_for_weights_left:
         on_cpu = nt_weights_left
-    elif is_bfloat16_row and not current_mesh():  # it splits the rows, see on_tensor_ranks
+    elif is_bfloat16_row and not current_mesh():  # it splits the rows of w, see on_tensor_ranks
         on_cpu = nt_bfloat16_row
     y_RxO = jax.lax.platform_dependent(x_RxI, w_OxI, cpu=on_cpu, default=nt)
     return y_RxO.reshape(*x.shape[:-1], -1)
 
 
 # -----------------------------------------------------------------------------
-# Kernels: the forms of a weight matrix. Each knows how to multiply. The forms for decoding
-# (convert_params_for_decoding in decode_weights.py) hold one row per output.
+# Kernels: the forms of a weight matrix. Each class implements its own multiplication. The forms for
+# decoding (convert_params_for_decoding in decode_weights.py) hold one row per output.
 
 class Kernel:
-    """A matrix [I, O] in one of its forms, which linear() takes in place of an array."""
-    n_ranks = 1  # a fused kernel's outputs are in the order of this many tensor ranks
+    """A matrix [I, O] in one of several forms, which linear() accepts in place of an array."""
+    n_ranks = 1  # the outputs of a fused kernel are in the order of this many tensor ranks
 
     def multiply(self, x, tp):
-        """Returns x [..., I] @ the matrix -> [..., O], in any dtype; tp as in linear()."""
+        """Computes x [..., I] @ the matrix -> [..., O], in any dtype. tp: as in linear()."""
         raise NotImplementedError
 
     def linear(self, x, bias, tp):
-        """Computes linear()."""
+        """Computes linear() for this kernel."""
         is_on_mesh = current_mesh() is not None
         if is_on_mesh and tp == COLUMN_PARALLEL:
             x = gather_positions(x)
@@ -184,11 +187,13 @@ class Kernel:
         return checkpoint_name(y, 'dense')
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns in the order of tensor ranks: it is stored so."""
+        """Returns the kernel with its columns in the order of tensor ranks. Here they are stored in
+        this order."""
         return self
 
     def fused_linear(self, x, bias, widths):
-        """Computes fused_linear(): one matmul, and each rank has a part of every projection."""
+        """Computes fused_linear() for this kernel: one matmul, in which each rank has a part of
+        every projection."""
         kernel = self.in_rank_order(x.dtype, widths)
         if bias is not None:
             bias = order_by_rank(bias, widths, kernel.n_ranks)
@@ -198,15 +203,17 @@ class Kernel:
         return [part.reshape(*y.shape[:-1], width) for part, width in zip(parts, widths)]
 
     def stored(self):
-        """Returns what as_kernel took."""
+        """Returns the object that as_kernel() was given: an array for a Plain, else the Kernel."""
         return self
 
     def gathered(self, dtype, tp):
-        """Returns what all_gather_param makes of an array: only those need it."""
+        """Returns the result of all_gather_param if the kernel is an array, else the kernel
+        unchanged."""
         return self
 
     def can_be_chosen(self, n_rows):
-        """Tells whether choose() is for a stack of matrices [E, I, O] and n_rows rows of x."""
+        """Returns whether choose() can be used for a stack of matrices [E, I, O] and n_rows rows of
+        x."""
         return False
 
 
@@ -219,8 +226,8 @@ class Plain(Kernel, struct.PyTreeNode):
         return matmul(x, self.values, tp=tp)
 
     def in_rank_order(self, dtype, widths):
-        """Orders the columns. They are stored sharded by rows, so that the order is local; an
-        all-to-all follows, once per step."""
+        """Orders the columns. They are stored sharded by rows, so that each device orders its own
+        rows; an all-to-all follows, once per step."""
         n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
         if n_ranks == 1:
             return self
@@ -258,7 +265,7 @@ class Plain(Kernel, struct.PyTreeNode):
 
 class Int8(Kernel, struct.PyTreeNode):
     """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32
-    scale [..., O]. As an embedding table [V, D] it has one scale per token. For CPUs, values may be
+    scale [..., O]. An embedding table [V, D] has one scale per token. For CPUs, values may be
     stored as uint8, see as_uint8."""
     values: jax.Array
     scale: jax.Array
@@ -268,13 +275,13 @@ class Int8(Kernel, struct.PyTreeNode):
         return matmul_int8(x, self.values, self.scale, tp)
 
     def embed(self, idx_BxT, dtype):
-        """Looks up rows of a table, see embed_tokens."""
+        """Looks up rows of the table, see embed_tokens."""
         x_BxTxD = as_int8(jnp.take(self.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         scale_BxT = jnp.take(self.scale, idx_BxT, mode='clip')
         return x_BxTxD * scale_BxT[..., None].astype(dtype)
 
     def logits(self, x_BxTxD, training):
-        """Multiplies by a table, see lm_logits."""
+        """Computes x @ table.T, see lm_logits."""
         return self.multiply(x_BxTxD, COLUMN_PARALLEL)
 
     def can_be_chosen(self, n_rows):
@@ -308,7 +315,7 @@ class Int8(Kernel, struct.PyTreeNode):
 
 
 class Transposed(Kernel, struct.PyTreeNode):
-    """A matrix [I, O] stored as [O, I], because that is read faster for one row
+    """A matrix [I, O] stored as [O, I], because this order is faster to read for one row
     (docs/lab_log.md#weights-on-the-left)."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
@@ -338,13 +345,13 @@ class Transposed(Kernel, struct.PyTreeNode):
         return self
 
 
-# The most rows of Chosen: the sums of more take too much memory. How many rows an expert may have
-# before blocks of it are faster: docs/lab_log.md#experts-in-decoding.
+# The most rows of Chosen: the sums of more rows take too much memory. With many rows per expert,
+# blocks are faster; docs/lab_log.md#experts-in-decoding has the numbers.
 MOST_CHOSEN = 128
 
 
 class Chosen(Kernel, struct.PyTreeNode):
-    """The matrices of the R rows of x: stack[matrix_R[r]] for x[r], in one loop that reads the
+    """One matrix of a stack for each row of x, stack[matrix_R[r]] for x[r]. One loop reads the
     weights in place. For CPUs only."""
     stack: Any  # an Int8 or Transposed of values [E, O, I]
     matrix_R: jax.Array
@@ -354,7 +361,7 @@ class Chosen(Kernel, struct.PyTreeNode):
 
 
 class LowRank(Kernel, struct.PyTreeNode):
-    """A frozen matrix and its update in training: base + scale * a @ b (LoRA, arXiv:2106.09685)."""
+    """A frozen matrix with a trained update: base + scale * a @ b (LoRA, arXiv:2106.09685)."""
     base: Any  # [I, O], an array or Int8
     a: jax.Array  # [I, r]
     b: jax.Array  # [r, O]
@@ -374,17 +381,17 @@ class LowRank(Kernel, struct.PyTreeNode):
 
 
 def is_kernel(x):
-    """Tells whether x is a Kernel, and not an array."""
+    """Returns whether x is a Kernel (not an array)."""
     return isinstance(x, Kernel)
 
 
 def as_kernel(x):
-    """Returns an array as a Plain, a Kernel as it is."""
+    """Returns an array as a Plain, and a Kernel unchanged."""
     return x if is_kernel(x) else Plain(x)
 
 
 def map_nodes(kind, f, tree):
-    """Replaces the nodes x of a tree that are of this type by f(x)."""
+    """Returns the tree with each node x of type `kind` replaced by f(x)."""
     def is_node(x):
         return isinstance(x, kind)
 
@@ -392,40 +399,42 @@ def map_nodes(kind, f, tree):
 
 
 def without_scales(params):
-    """Returns the tree of parameters with only the values of Int8 kernels, without scales."""
+    """Returns the tree of parameters with the values of each Int8 in its place, without the
+    scales."""
     return map_nodes(Int8, lambda matrix: matrix.values, params)
 
 
 def as_uint8(x):
-    """int8 x as uint8 x + 128, which the CPU's nt_uint8 takes: another highest bit."""
+    """Returns int8 x as uint8 x + 128, which the CPU's nt_uint8 takes, by inverting the highest
+    bit."""
     return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
 
 
 def as_int8(values):
-    """The values of an Int8, which may be stored by as_uint8, in int8."""
+    """Returns the values of an Int8 in int8, also if as_uint8 has stored them as uint8."""
     if values.dtype != jnp.uint8:
         return values
     return jax.lax.bitcast_convert_type(values ^ 128, jnp.int8)
 
 
 def linear(x, kernel, bias=None, *, tp=()):
-    """x [..., I] @ kernel [I, O] + bias [O], in x's dtype; the kernel is an array or a Kernel.
-    tp: COLUMN_PARALLEL or ROW_PARALLEL, if it is sharded over tensor ranks."""
+    """Computes x [..., I] @ kernel [I, O] + bias [O], in x's dtype. kernel: an array or a Kernel.
+    tp: COLUMN_PARALLEL or ROW_PARALLEL, if the kernel is sharded over tensor ranks."""
     return as_kernel(kernel).linear(x, bias, tp)
 
 
 def fused_linear(x, kernel, bias, widths):
-    """jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel [I,
-    sum(widths)], as c_attn.
+    """Computes jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel
+    [I, sum(widths)], as c_attn.
 
-    With tensor parallelism the fused columns are brought into the order of ranks, unless stored in
-    it."""
+    With tensor parallelism the fused columns are brought into the order of ranks, unless they are
+    stored in this order."""
     return as_kernel(kernel).fused_linear(x, bias, widths)
 
 
 def order_by_rank(x, widths, n_ranks):
-    """x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]: n_ranks
-    parts of whole heads."""
+    """Returns x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]:
+    n_ranks parts of whole heads."""
     parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
     parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
@@ -433,8 +442,8 @@ def order_by_rank(x, widths, n_ranks):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def computed_in(dtype, f, x):
-    """f(x) for a linear f that only moves elements, of x cast to dtype; the gradient stays in x's
-    dtype."""
+    """Computes f of x cast to dtype, for a linear f that only moves elements. The result and the
+    gradient are in x's dtype."""
     return f(x.astype(dtype)).astype(x.dtype)
 
 
@@ -451,20 +460,20 @@ computed_in.defvjp(computed_in_fwd, computed_in_bwd)
 
 @jax.custom_vjp
 def add_bias(x, bias):
-    """x [..., O] + bias [O], in x's dtype. The gradient of the bias is accumulated in float32."""
+    """Computes x [..., O] + bias [O], in x's dtype. The gradient of the bias is accumulated in
+    float32."""
     return x + bias.astype(x.dtype)
 
 
 def add_bias_fwd(x, bias):
-    return add_bias(x, bias), bias.dtype.type(0)  # residual: a scalar that carries the dtype
+    return add_bias(x, bias), bias.dtype.type(0)  # the residual is a scalar with the bias's dtype
 
 
 def add_bias_bwd(zero, g):
     def as_it_is(g):
         return g
 
-    # without the barrier XLA:GPU stores g in float32, too: GPT-2's step moves 56.0 GB instead of
-    # 51.7
+    # without the barrier XLA:GPU stores g also in float32: GPT-2's step moves 56.0 GB, not 51.7
     g = jax.lax.platform_dependent(g, cuda=jax.lax.optimization_barrier, default=as_it_is)
     return g, g.sum(range(g.ndim - 1), dtype=jnp.float32).astype(zero.dtype)
 
@@ -473,11 +482,12 @@ add_bias.defvjp(add_bias_fwd, add_bias_bwd)
 
 
 def quantize(x, dtype, largest=None):
-    """x [..., n] -> (values [..., n] in dtype, scale [...] in float32) with x about values * scale.
+    """Quantizes x [..., n] -> (values [..., n] in dtype, scale [...] in float32); x is about values
+    * scale.
 
     dtype: an integer type or a float8.
-    largest: the value for the largest magnitude of the last axis, by default 127 or the largest
-    float8."""
+    largest: the value that represents the largest magnitude of the last axis; by default 127 or the
+    largest float8."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     if not largest:
         largest = 127 if is_integer else float(jnp.finfo(dtype).max)
@@ -485,16 +495,16 @@ def quantize(x, dtype, largest=None):
     scale = jnp.maximum(magnitude.astype(jnp.float32), 1e-30) / largest
     x = x.astype(jnp.float32) / scale[..., None]
     if is_integer:
-        # between two layers XLA:CPU may leave out the rounding of bfloat16 here and not above: then
-        # the largest is up to 0.2% larger, and would wrap around
+        # XLA:CPU may leave out a rounding to bfloat16 for x here, but not for the magnitude above:
+        # then the largest x is up to 0.2% larger, and would wrap around
         x = jnp.clip(jnp.round(x), -largest, largest)
     return x.astype(dtype), scale
 
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))
 def quantize_matrix(p, *, transpose, stored_as):
-    """Returns a matrix [..., O, I], or [..., I, O] with transpose, as Int8. It is compiled, so that
-    there are no temporaries as large as p."""
+    """Returns a matrix [..., O, I] as Int8; with transpose, a matrix [..., I, O]. Compiled, so that
+    there are no temporaries as large as p. stored_as: int8 or uint8."""
     if transpose:
         p = p.swapaxes(-1, -2)
     values, scale = quantize(p, jnp.int8)
@@ -505,13 +515,13 @@ def quantize_matrix(p, *, transpose, stored_as):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul_int8(x, w_OxI, scale_O, tp=()):
-    """x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an Int8; tp as
-    in linear().
+    """Computes x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an
+    Int8. tp: as in linear().
 
-    On a CPU decoding is bound by reading the weights, and XLA:CPU has fast integer matmuls, so up
-    to 64 rows of x (32 where values are int8) are quantized as well, each with one scale: to int16,
-    because int8 costs precision (docs/lab_log.md#int8-matmuls). More rows, and other devices,
-    convert the weights instead."""
+    On a CPU, decoding is limited by reading the weights, and XLA:CPU has fast integer matmuls. So
+    up to 64 rows of x (32 if values are int8) are quantized as well, each with one scale. They
+    become int16, because int8 costs precision (docs/lab_log.md#int8-matmuls). For more rows, and on
+    other devices, the weights are converted instead."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 
@@ -529,9 +539,9 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
 
 
 def multiply_quantized(x_RxI, *weights):
-    """multiply_integers(x, *weights), of x quantized to int16, each row with one scale -> float32
-    [R, O]."""
-    # where x = 0 the scale is 1e-30 / levels, and the product is 0
+    """Computes multiply_integers(x, *weights) -> float32 [R, O], of x quantized to int16, each row
+    with one scale."""
+    # for a row of zeros the scale is 1e-30 / levels, and the product is 0
     x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
     is_used = (scale_R > 1e-32).any()
     y_RxO = fusion_barrier(is_used, multiply_integers, 0, x_RxI, *weights)
