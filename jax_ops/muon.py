@@ -1,7 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon): the update of a matrix is its momentum, made
 nearly orthogonal. M matrices of the same shape are computed together, [M, I, O].
 
-The plain equivalent of `orthogonalize` for one matrix: u, _, v = jnp.linalg.svd(x, False), and
+For one matrix, the plain equivalent of `orthogonalize` is u, _, v = jnp.linalg.svd(x, False), and
 0.2 * max(x.shape)**0.5 * u @ v."""
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_ops.sharding import batch_axes, shard
 
-# x -> a x + b x^3 + c x^5 + d x^7 + e x^9, one after the other: each brings singular values that
-# were in [0.003, 1] as close to 1 as its degree can (arXiv:2505.16932), the last to [0.55, 1.45]
+# (a, b, c, d, e) of the polynomials x -> a x + b x^3 + c x^5 + d x^7 + e x^9, applied one after the
+# other. Each brings singular values, at first in [0.003, 1], as close to 1 as its degree can
+# (arXiv:2505.16932), the last one to [0.55, 1.45]
 POLAR_EXPRESS = (
     (14.8009, -144.4595, 480.2614, -617.0302, 268.3830),
     (6.4106, -15.3546, 13.0939, -4.3580, 0.4929),
@@ -20,17 +21,20 @@ POLAR_EXPRESS = (
 
 @optax.stateless
 def orthogonalize(updates, params=None):
-    """Replaces every matrix, with the singular value decomposition U S V^T, by about U V^T.
+    """Replaces every matrix U S V^T (its singular value decomposition) by about U V^T, times a
+    factor.
 
-    It is scaled by 0.2 sqrt(longer side), to the size of AdamW's updates (arXiv:2502.16982). A
-    leaf [E, I, O] holds E matrices, c_attn three: q, k and v, each by itself."""
+    The factor 0.2 sqrt(longer side) gives it the size of AdamW's updates (arXiv:2502.16982). A leaf
+    [E, I, O] holds E matrices. c_attn holds three, q, k and v, and each is orthogonalized by
+    itself."""
     apart = split_qkv(updates)
     orthogonal = map_stacked_by_shape(orthogonalize_stack, apart)
     return join_qkv(orthogonal)
 
 
 def orthogonalize_stack(x_MxIxO):
-    """Orthogonalizes M matrices. On a mesh they are shared by the devices, if these divide M."""
+    """Orthogonalizes M matrices. On a mesh the devices share them, if the number of batch shards
+    divides M."""
     x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
     n_rows, n_columns = x_MxIxO.shape[1:]
     if n_rows > n_columns:
@@ -43,7 +47,7 @@ def orthogonalize_stack(x_MxIxO):
 
 
 def polar_express(x_MxIxO):
-    """Brings the singular values of M matrices close to 1, in the steps of POLAR_EXPRESS."""
+    """Brings the singular values of M matrices close to 1, by the polynomials of POLAR_EXPRESS."""
     x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
     for coefficients in POLAR_EXPRESS:
         x_MxIxO = matmul_f32(even_polynomial(gram_MxIxI, coefficients), x_MxIxO)
@@ -52,11 +56,12 @@ def polar_express(x_MxIxO):
 
 
 def polar_express_gram(x_MxIxO):
-    """Computes polar_express of wide matrices, I < O, with x only at the beginning and the end.
+    """Computes polar_express of wide matrices, I < O, multiplying by x only at the beginning and
+    the end.
 
-    In between are the Gram matrix x x^T and the product of all polynomials of it, [I, I]. The
-    Gram matrix holds the squares of the singular values, so all matmuls are in float32
-    (docs/lab_log.md#muon-in-three-steps)."""
+    In between it computes only with matrices [I, I]: the Gram matrix x x^T, and the product of all
+    polynomials of it. The Gram matrix holds the squares of the singular values, so all matmuls are
+    in float32 (docs/lab_log.md#muon-in-three-steps)."""
     x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
     product_MxIxI = None
     for coefficients in POLAR_EXPRESS:
@@ -72,15 +77,15 @@ def polar_express_gram(x_MxIxO):
 def normalize(x_MxIxO):
     """Divides M matrices by the root of |x x^T|, an upper bound of their largest singular value.
 
-    Returns (x, x x^T) of the divided ones."""
+    Returns (x, x x^T) of the divided matrices."""
     gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
     norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
     return x_MxIxO / jnp.sqrt(norm), gram_MxIxI / norm
 
 
 def even_polynomial(gram_MxIxI, coefficients):
-    """Computes a + b g + c g^2 + d g^3 + e g^4 of Gram matrices g: times x, it is a step of
-    POLAR_EXPRESS."""
+    """Computes a + b g + c g^2 + d g^3 + e g^4 of Gram matrices g. The result times x is one step
+    of POLAR_EXPRESS."""
     a, b, c, d, e = coefficients
     result_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
     if c:
@@ -91,15 +96,16 @@ def even_polynomial(gram_MxIxI, coefficients):
 
 
 def matmul_f32(a, b):
-    """a @ b, in float32 on GPUs and TPUs too."""
+    """Computes a @ b in float32, also on GPUs and TPUs."""
     return jnp.matmul(a, b, precision='highest')
 
 
 def map_stacked_by_shape(f, tree):
-    """Applies f to the matrices of a tree, stacked by shape.
+    """Applies f to the matrices of a tree, stacked by shape. Returns a tree like `tree`, with the
+    same dtypes.
 
     f: a function of float32 [M, I, O] that returns the same shape. A leaf may hold several
-    matrices, [..., I, O]. Returns a tree like `tree`, of the same dtypes."""
+    matrices, [..., I, O]."""
     leaves, structure = jax.tree.flatten(tree)
     indices_of = {}  # by shape
     for i, leaf in enumerate(leaves):
@@ -115,7 +121,7 @@ def map_stacked_by_shape(f, tree):
 def split_qkv(tree):
     """Puts a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
 
-    As one matrix they make the loss 11% higher with two of three seeds
+    Orthogonalized as one matrix, they make the loss 11% higher with two of three seeds
     (docs/lab_log.md#the-recipe-part-by-part)."""
     flat = flatten_dict(tree)
     for path, kernel in flat.items():

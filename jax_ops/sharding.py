@@ -14,8 +14,8 @@ EXPERTS = ('expert', 'tensor')
 
 # How each parameter (and its optimizer state) is stored, by the end of its path; parameters not
 # listed are replicated. c_attn stores [q | k | v], so column shards would not align with heads. It
-# is stored row-sharded and all-gathered per use: 3 D^2 / tensor elements, less than moving q, k and
-# v (3 B T D / tensor) whenever there are more tokens than channels
+# is stored row-sharded and all-gathered per use. That moves 3 D^2 / tensor elements, which is less
+# than moving q, k and v (3 B T D / tensor) if there are more tokens than channels
 # (docs/parallelism.md#partition-rules).
 PARTITION_RULES = (
     ('(wte|lm_head)', Spec('tensor', 'fsdp')),
@@ -56,8 +56,9 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """Returns the mesh set by the caller (jax.set_mesh). None without one, inside shard_map (code
-    for one device), and under pmap (a mesh with other axes than AXES)."""
+    """Returns the mesh set by the caller (jax.set_mesh), or None if there is none. It is None also
+    inside shard_map, where code is for one device, and under pmap, which has a mesh with other axes
+    than AXES."""
     mesh = jax.sharding.get_abstract_mesh()
     is_inside_shard_map = AxisType.Manual in mesh.axis_types
     if mesh.axis_names != AXES or is_inside_shard_map:
@@ -66,16 +67,16 @@ def current_mesh():
 
 
 def shard(x, *spec):
-    """x; on a mesh, sharded by `spec`: per dimension the name of an axis, a tuple of names, or None
-    (replicated)."""
+    """Returns x; on a mesh, sharded by `spec`. spec: for each dimension the name of an axis, a
+    tuple of names, or None (replicated)."""
     if not current_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, Spec(*spec))
 
 
 def position_axes(n_positions, *axes):
-    """Returns the axes that shard n_positions on the mesh: the last of `axes` are dropped until the
-    others divide n_positions."""
+    """Returns the axes that shard n_positions on the mesh. Of `axes`, the last are dropped until
+    the others divide n_positions."""
     mesh = current_mesh()
     if mesh is None:
         return ()
@@ -85,26 +86,27 @@ def position_axes(n_positions, *axes):
 
 
 def count_shards(mesh, axes):
-    """Returns the product of the sizes of some axes of a mesh; 1 of none."""
+    """Returns the product of the sizes of some axes of a mesh; 1 if there are no axes."""
     return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def shard_positions(x, axes=('context', 'tensor')):
-    """x [B, T, ...]; on a mesh, its positions are sharded over context and tensor, as between
-    blocks, where norms and sums need one position at a time (sequence parallelism,
+    """Returns x [B, T, ...]; on a mesh, its positions are sharded over context and tensor. It is
+    used between blocks, where norms and sums need one position at a time (sequence parallelism,
     arXiv:2205.05198)."""
     return shard(x, BATCH, position_axes(x.shape[1], *axes))
 
 
 def gather_positions(x):
-    """x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over tensor."""
-    x = shard_positions(x)  # or XLA would gather it before a cast
+    """Returns x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over
+    tensor."""
+    x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
 
 def batch_axes(n_rows):
-    """Returns the axes over which n_rows rows are sharded: BATCH, or () if these do not divide
-    n_rows or there is no mesh."""
+    """Returns the axes over which n_rows rows are sharded: BATCH, or () if there is no mesh, or the
+    number of shards does not divide n_rows."""
     mesh = current_mesh()
     if not mesh or n_rows % count_shards(mesh, BATCH):
         return ()
@@ -112,9 +114,9 @@ def batch_axes(n_rows):
 
 
 def partition_specs(tree, mesh, *, over_replicas=False):
-    """Returns the tree of shardings of a parameter tree or TrainState, by PARTITION_RULES. A rule
-    describes the last dimensions of a leaf. If a dimension is not divisible, mesh axes are dropped
-    from the right until it is.
+    """Returns the tree of partition specs of a parameter tree or TrainState, by PARTITION_RULES. A
+    rule describes the last dimensions of a leaf. If the axes do not divide a dimension, they are
+    dropped from the right until they do.
 
     over_replicas: whether leaves that are sharded over fsdp are also sharded over data and
     context."""
@@ -134,13 +136,13 @@ def partition_specs(tree, mesh, *, over_replicas=False):
             elif isinstance(axes, str):
                 axes = (axes,)
             if over_replicas and 'fsdp' in axes:
-                # last: a part of the device's shard without them
+                # last, so that a device's part lies inside its shard without these axes
                 axes = (*axes, 'data', 'context')
             while size % count_shards(mesh, axes):
                 axes = axes[:-1]
             spec.append(axes or None)
 
-        # without the last Nones, as jax writes the specs of its results
+        # without Nones at the end, because jax writes the specs of its results so
         while spec and spec[-1] is None:
             spec.pop()
         return Spec(*spec)
@@ -149,7 +151,7 @@ def partition_specs(tree, mesh, *, over_replicas=False):
 
 
 def rule_of(name):
-    """Returns the spec of PARTITION_RULES for a parameter, given its path with slashes."""
+    """Returns the spec of PARTITION_RULES for a parameter. name: its path, with slashes."""
     for end, spec in PARTITION_RULES:
         if re.search(rf'(^|/){end}$', name):
             return spec
@@ -157,8 +159,8 @@ def rule_of(name):
 
 
 def shard_params(tree, *, over_replicas=False):
-    """Returns the same parameters, gradients or optimizer state; on a mesh, sharded as
-    partition_specs says."""
+    """Returns parameters, gradients or optimizer state unchanged; on a mesh, sharded by
+    partition_specs."""
     mesh = current_mesh()
     if mesh is None:
         return tree
@@ -167,7 +169,7 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """Returns the compiled function(table, ...), with the rows of the table sharded over the mesh's
+    """Returns a compiled function(table, ...) that shards the rows of the table over the mesh's
     tensor axis."""
     @jax.jit
     def run(table, *args):

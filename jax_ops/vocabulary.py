@@ -20,45 +20,45 @@ INIT_STD = 0.02  # standard deviation of the initial tables and matrices, as GPT
 
 
 class Table(NamedTuple):
-    """A table that is an array [V, D]. An Int8 has the same two methods."""
+    """A table that is an array [V, D]. Int8 has the same two methods."""
     values_VxD: jax.Array
 
     def embed(self, idx_BxT, dtype):
-        """Looks up rows, see embed_tokens."""
+        """Looks up rows of the table, see embed_tokens."""
         table_VxD = self.values_VxD
         dtype = dtype or table_VxD.dtype
         if current_mesh():
             return embed_on_mesh(table_VxD, idx_BxT, dtype)
         if table_VxD.dtype == jnp.bfloat16:
-            # or XLA:CPU would make a float32 copy of the table ahead of a decode loop
+            # else XLA:CPU would copy the table to float32 before a decode loop
             table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
         return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
 
     def logits(self, x_BxTxD, training):
-        """Multiplies by the table, see lm_logits."""
+        """Computes x @ table.T, see lm_logits."""
         if training:
             return matmul(x_BxTxD, self.values_VxD, transpose_rhs=True, dtype=jnp.float32)
         return matmul_nt(x_BxTxD, self.values_VxD)
 
 
 def as_table(table):
-    """Returns an array as a Table, an Int8 as it is."""
+    """Returns an array as a Table, and an Int8 unchanged."""
     return table if is_kernel(table) else Table(table)
 
 
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
-    """table[idx] -> [B, T, D] in dtype (default: the table's); an id beyond the table gives its
-    last row. The gradient of the table is a sum in the table's dtype, float32: in bfloat16 a sum
-    over the many tokens of one id stagnates."""
+    """Returns table[idx], [B, T, D], in dtype (default: the table's). An id beyond the table gives
+    its last row. The gradient of the table is summed in the table's dtype, float32: in bfloat16 a
+    sum over the many tokens of one id stagnates."""
     return as_table(table_VxD).embed(idx_BxT, dtype)
 
 
 def embed_on_mesh(table_VxD, idx_BxT, dtype):
-    """embed_tokens on the current mesh, where a device has some columns (fsdp) of the rows of one
-    vocabulary range (tensor).
+    """Computes embed_tokens on the current mesh. A device has some columns (fsdp) of the rows of
+    one vocabulary range (tensor).
 
-    It looks up these columns for all sequences of its fsdp group, with zeros for ids of other
-    ranges. An all-reduce over tensor adds up the ranges, and an all-to-all over fsdp exchanges
+    The device looks up these columns for all sequences of its fsdp group, with zeros for ids of
+    other ranges. An all-reduce over tensor adds up the ranges. An all-to-all over fsdp exchanges
     columns for sequences. The table itself does not move."""
     batch = batch_axes(len(idx_BxT))
     tokens = Spec(batch, position_axes(idx_BxT.shape[1], 'context'))
@@ -67,17 +67,17 @@ def embed_on_mesh(table_VxD, idx_BxT, dtype):
         # the tokens of all sequences of the fsdp group
         if batch:
             idx_BxT = jax.lax.all_gather(idx_BxT, 'fsdp', tiled=True)
-        # their embeddings, from this range or another
+        # the embeddings of these tokens, each from the range that has its id
         start = jax.lax.axis_index('tensor') * len(rows_VxD)
         x_BxTxD = lookup_range(rows_VxD, idx_BxT, start).astype(dtype)
         with jax.named_scope('all_reduce'):
             x_BxTxD = jax.lax.psum(x_BxTxD, 'tensor')
-        # all columns of its own sequences
+        # all columns for this device's own sequences
         if batch:
             x_BxTxD = jax.lax.all_to_all(x_BxTxD, 'fsdp', split_axis=0, concat_axis=2, tiled=True)
         return x_BxTxD
 
-    # where the batch is not sharded, a device has all columns
+    # if the batch is not sharded, a device has all columns
     columns = 'fsdp' if batch else None
     padded_VxD = pad_rows(table_VxD, current_mesh().shape['tensor'])
     idx_BxT = jnp.clip(idx_BxT, 0, len(table_VxD) - 1)
@@ -94,18 +94,18 @@ def pad_rows(table, n_ranges):
 
 
 def lookup_range(rows_VxD, idx, start):
-    """Looks up table[idx]. The table has the rows of the ids start .. start + V - 1; all other ids
-    give zeros."""
+    """Looks up rows of a table by ids. rows_VxD are the rows of the ids start .. start + V - 1; all
+    other ids give zeros."""
     row = idx - start
     is_here = (row >= 0) & (row < len(rows_VxD))
     return jnp.where(is_here[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
 
 
 def lm_logits(table_VxD, x_BxTxD, *, cap, training):
-    """soft_cap(x @ table.T, cap) -> float32 [B, T, V]; a cap of 0 is none. On a mesh each device
-    keeps the logits of its vocabulary range.
+    """Computes soft_cap(x @ table.T, cap) -> float32 [B, T, V]; a cap of 0 is none. On a mesh each
+    device keeps the logits of its vocabulary range.
 
-    training: whether to use matmul(), which pays for many tokens; without it the table is read in
+    training: whether to use matmul(), which pays off for many tokens; else the table is read in
     place, which suits decoding."""
     is_on_mesh = current_mesh() is not None
     if is_on_mesh:
@@ -120,8 +120,8 @@ def lm_logits(table_VxD, x_BxTxD, *, cap, training):
 
 
 def cross_entropy(logits_BxTxV, targets_BxT):
-    """-log softmax(logits)[target], [B, T]. Of vocabulary-sharded logits XLA all-reduces [B, T]
-    numbers."""
+    """Computes -log softmax(logits)[target], [B, T]. If the vocabulary is sharded, XLA all-reduces
+    only [B, T] numbers."""
     with jax.named_scope('cross_entropy'):
         return jax.lax.platform_dependent(logits_BxTxV, targets_BxT, cuda=masked_cross_entropy,
                                           default=optax.softmax_cross_entropy_with_integer_labels)
@@ -129,7 +129,7 @@ def cross_entropy(logits_BxTxV, targets_BxT):
 
 def masked_cross_entropy(logits_BxTxV, targets_BxT):
     """Computes optax.softmax_cross_entropy_with_integer_labels with a mask in place of a gather.
-    The gradient of a gather is a scatter, and XLA:GPU stores softmax(logits) in float32 for it
+    The gradient of a gather is a scatter, for which XLA:GPU stores softmax(logits) in float32
     (GPT-2's step moves 68 GB instead of 56)."""
     is_target_BxTxV = targets_BxT[..., None] == jnp.arange(logits_BxTxV.shape[-1])
     log_sum_BxT = jax.nn.logsumexp(logits_BxTxV, axis=-1)
@@ -138,19 +138,19 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 
 class VocabParallel(nn.Module):
-    """Holds the table of an embedding or a head: in GPT the full table, in custom code a rank's
+    """The table of an embedding or a head. In GPT it is the full table, in custom code a rank's
     part (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
 
-    The rows of a table [num_embeddings, embedding_dim] are sharded over tp_size ranks: rank r has
-    the n_rows ids from r * n_rows on, n_rows = ceil(num_embeddings / tp_size), padded with rows of
-    zeros.
+    The rows of a table [num_embeddings, embedding_dim] are sharded over tp_size ranks. Rank r has
+    the n_rows ids from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size); the end is
+    padded with rows of zeros.
 
-    Calling a layer of tp_size=1 computes all of it: on the current mesh, sharded. Otherwise it
-    computes the part of its tp_rank on any device: its parameter `weight` is that rank's [n_rows,
-    embedding_dim], as load_weight_shard slices it. sharded_forward computes all parts on a mesh.
+    With tp_size=1, calling the layer computes the full result, which is sharded on the current
+    mesh. With tp_size > 1, it computes the part of rank tp_rank, on any device. Its parameter
+    `weight` is then that rank's [n_rows, embedding_dim], as load_weight_shard slices it.
+    sharded_forward computes all parts on a mesh.
 
-    shared_table: the table of a module that has it as a parameter of its own, in place of
-    `weight`."""
+    shared_table: the table, if another module has it as a parameter; then there is no `weight`."""
     num_embeddings: int
     embedding_dim: int
     tp_size: int = 1
@@ -160,19 +160,19 @@ class VocabParallel(nn.Module):
 
     @property
     def n_rows(self) -> int:
-        """Number of rows of a rank."""
+        """Returns the number of rows of a rank."""
         return ceil_div(self.num_embeddings, self.tp_size)
 
     def load_weight_shard(self, full: Array | np.ndarray) -> Array:
-        """Returns this rank's rows of a table, or bias, of num_embeddings rows. Raises UserError
-        for another number of rows."""
+        """Returns this rank's rows of the full table or bias. Raises UserError unless `full` has
+        num_embeddings rows."""
         if len(full) != self.num_embeddings:
             raise UserError(f'a table of {len(full)} rows is not one of {self.num_embeddings}')
         first = self.tp_rank * self.n_rows
         return pad_rows(jnp.asarray(full), self.tp_size)[first:first + self.n_rows]
 
     def table(self, n_rows: int) -> Any:
-        """Returns the shared table, or the parameter `weight` of n_rows rows."""
+        """Returns the shared table, or else the parameter `weight` of n_rows rows."""
         if self.shared_table is not None:
             return self.shared_table
         shape = n_rows, self.embedding_dim
@@ -184,8 +184,8 @@ class VocabParallelEmbedding(VocabParallel):
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        """Returns the embedding [B, T, D]; of several ranks this one's part of the sum that it is,
-        zeros for ids of other ranks."""
+        """Returns the embedding [B, T, D]. With tp_size > 1, it has zeros for ids of other ranks;
+        the sum over the ranks is the embedding."""
         table = self.table(self.n_rows)
         if self.tp_size == 1:
             return embed_tokens(table, tokens, self.dtype)
@@ -200,20 +200,20 @@ class VocabParallelEmbedding(VocabParallel):
 
 
 class ParallelLMHead(VocabParallel):
-    """Computes the logits of x [B, T, D] by a table sharded over ranks, see VocabParallel.
+    """Computes the logits of x [B, T, D] by a table that is sharded over ranks, see VocabParallel.
 
     bias: whether there is a parameter `bias`, [n_rows] or, in sharded_forward, [num_embeddings].
-    cap: of soft_cap.
-    Its calls take last_B: if it is given, only the logits of position last_B[b] of each sequence b
-    are computed, [B, 1, ...]."""
+    cap: for soft_cap of the logits; 0 is none.
+    Both calls accept last_B. If given, they compute only the logits of position last_B[b] of each
+    sequence b, [B, 1, ...]."""
     bias: bool = False
     cap: float = 0.0
 
     @nn.compact
     def __call__(self, x_BxTxD: Array, last_B: Array | None = None, *,
                  training: bool = True) -> Array:
-        """Returns the logits, float32 [B, T, V]; of several ranks this one's [B, T, n_rows], where
-        those beyond the vocabulary are -inf. training: see lm_logits."""
+        """Returns the logits, float32 [B, T, V]. With tp_size > 1 they are this rank's [B, T,
+        n_rows]; ids beyond the vocabulary have -inf. training: see lm_logits."""
         logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
         if self.tp_size == 1:
             return logits
@@ -223,8 +223,8 @@ class ParallelLMHead(VocabParallel):
     @nn.compact
     def sharded_forward(self, x_BxTxD: Array, mesh: Mesh, last_B: Array | None = None,
                         gathered: bool = False) -> Array:
-        """Returns all logits, float32 [B, T, num_embeddings]: each device of the mesh keeps its
-        range, or all if `gathered`."""
+        """Returns all logits, float32 [B, T, num_embeddings]. Each device of the mesh keeps those
+        of its range, or all logits if `gathered`."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
         if gathered:
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
