@@ -451,8 +451,10 @@ class Decoder:
 
     def __init__(self, params: dict, config: GPTConfig, state: DecodeState, controls: Controls,
                  sampling: Sampling, *, longest: int, n_columns: int):
-        """state: a DecodeState without a cache. controls: the Controls of the Sampling. longest:
-        the number of tokens of the longest row at its end. n_columns: the width of the results."""
+        """Makes a Decoder that has no cache yet.
+
+        state: a DecodeState without a cache. controls: the Controls of the Sampling. longest: the
+        number of tokens of the longest row at its end. n_columns: the width of the results."""
         self.params = params
         self.config = config
         self.state = commit(state, params)
@@ -1117,7 +1119,7 @@ def four_per_octave(n: int, least: int) -> int:
 def piece_length(n_tokens: int, least: int) -> int:
     """Returns the width of the pieces in which the prompts of generation are prefilled.
 
-    16 (unless `least` is more) or 64 for short prompts, PIECE for long ones."""
+    It is 16 (or `least`, if that is more) or 64 for short prompts, and PIECE for long ones."""
     # a piece is computed with its padding, so that a short prompt has a narrow one
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)

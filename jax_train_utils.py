@@ -290,7 +290,7 @@ def dpo(beta: float) -> Objective:
 # the state, with LoRA or without
 
 class TrainState(train_state.TrainState):
-    """The state of a step: flax's TrainState (step, params, opt_state, tx), and:"""
+    """flax's TrainState (step, params, opt_state, tx) with more fields:"""
     # {'scale': float32, 'good_steps': int32} of float16; None elsewhere
     loss_scale: dict | None = None
     ema: dict | None = None  # the running mean of params, with --ema; a set of weights of its own
@@ -400,7 +400,7 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
     all_reduced_gradients = layout.all_reduced(sum_gradients)
 
     def train_step(state, batch):
-        """Makes one update."""
+        """Makes one update of the state."""
         n_micro = len(batch['x'])
         # Each micro-batch's loss is multiplied by `scale`; the gradients are divided by it below.
         # With float16 the scaled loss is the mean over micro-batches and devices, as in nanoGPT, so

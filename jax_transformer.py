@@ -390,8 +390,8 @@ class GPT(nn.Module):
         position_BxT: position ids; 0 .. T-1 if not given. deterministic: False turns dropout on,
         and needs rngs={'dropout': key}. seq_id_B: the ids of the sequences, for dropout's random
         numbers; 0, 1, 2, ... if not given.
-        logit_position_B: compute only the logits at this index into T of each sequence, [B, 1,
-        V]."""
+        logit_position_B: if given, only the logits at index logit_position_B[b] of each sequence b
+        are computed, [B, 1, V]."""
         stream, _ = self.hidden(
             idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
@@ -577,10 +577,10 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 # --- one layer's cache in a forward pass
 
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
-    """Tells whether a layer's cache is a ring of its attention span.
+    """Returns whether a layer's cache is a ring of its attention span.
 
-    It is a ring if positions may exceed the span, so that keys are overwritten: in layers with a
-    window or chunks, and with RoPE, because its positions continue past block_size."""
+    It is a ring if positions may exceed the span, so that keys are overwritten. This is so in
+    layers with a window or chunks, and with RoPE, whose positions continue past block_size."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
@@ -950,8 +950,8 @@ ROPE_SCALINGS = {
 
 
 def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
-    """Returns, for a layer, (radians per position of each pair of channels that RoPE rotates,
-    numpy; factor of cosine and sine).
+    """Returns (radians per position of each pair of channels that RoPE rotates in a layer, numpy;
+    factor of cosine and sine).
 
     layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has
     RoPE."""

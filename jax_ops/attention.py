@@ -51,7 +51,7 @@ class Scores:
 
 
 class Dropout(struct.PyTreeNode):
-    """Which probabilities are dropped, see hash_dropout."""
+    """The dropout of attention probabilities, see hash_dropout."""
     key_B: jax.Array | None = None  # a key for each sequence; None is no dropout
     rate: float = struct.field(pytree_node=False, default=0.0)  # share that is dropped
     first_group: Any = 0  # number of the first key head of this device
@@ -62,7 +62,7 @@ NO_DROPOUT = Dropout()
 
 def span_limits(config, layer_type):
     """Returns the options of causal_mask that limit a layer's attention: {'window': n}, {'chunk':
-    n}, or {}."""
+    n}, or {} for no limit."""
     if layer_type in ('window', 'chunk'):
         return {layer_type: getattr(config, layer_type)}
     return {}

@@ -100,12 +100,12 @@ def lane_terms(n, lanes, least, most):
 
 
 def float_lane_terms(n):
-    """Returns the lane_terms of nt_bfloat16_row and nt_chosen."""
+    """Returns lane_terms for nt_bfloat16_row and nt_chosen, whose rows have n elements."""
     return lane_terms(n, FLOAT_LANES, least=4, most=20)
 
 
 def int16_lane_terms(n):
-    """Returns the lane_terms of nt_int16_row."""
+    """Returns lane_terms for nt_int16_row, whose rows have n elements."""
     return lane_terms(n, INT_LANES, least=3, most=6)
 
 
