@@ -47,8 +47,8 @@ def open_clients():
 
 @contextlib.contextmanager
 def explained(url):
-    """Turns the exceptions of a request, different ones for each client, into a UserError of one
-    line."""
+    """Turns an exception of a request to `url` into a UserError of one line, or into TryAgain if it
+    is temporary. Each client raises exceptions of its own."""
     try:
         yield
     except UserError:
@@ -78,8 +78,8 @@ class Folder:
             self.bucket = client.bucket(bucket)  # for the lease
 
     def list(self):
-        """Returns {name: {'size', 'crc32c', 'generation', ...}} of its objects, without names that
-        lead out of a folder."""
+        """Returns {name: {'size', 'crc32c', 'generation', ...}} of the objects in the folder.
+        Leaves out names with '..', which lead out of a folder, and names that end in '/'."""
         with explained(self.url):
             objects = self.files.find(self.path, detail=True)
         found = {}
@@ -99,17 +99,17 @@ class Folder:
             self.files.pipe_file(f'{self.path}/{name}', text.encode())
 
 
-# the names of exceptions, of each client its own, that say that no answer has come
+# the names of the clients' exceptions that mean: no answer has come, or try again
 NO_ANSWER = {
     'ConnectionError', 'TimeoutError', 'Timeout', 'TransportError', 'RetryError',
     'ClientConnectionError', 'ClientPayloadError', 'ServerError', 'TooManyRequests'}
-# how TensorStore's messages begin that say so
+# what TensorStore's messages say at their beginning in these cases
 NO_ANSWER_STATUS = re.compile(r'UNAVAILABLE|DEADLINE_EXCEEDED|HTTP (response )?(code|status):? (5\d\d|429)')
 
 
 def is_temporary(error):
-    """Returns whether an exception of a request says that no answer has come, or one that asks to
-    try again (429, 5xx), and is no refusal."""
+    """Returns whether a request that raised `error` may succeed later: no answer has come, or the
+    answer asks to try again (408, 429, 5xx)."""
     while error is not None:
         code = getattr(error, 'code', None)
         is_status = isinstance(code, int) and (code in (408, 429) or 500 <= code < 600)
@@ -124,23 +124,23 @@ def is_temporary(error):
 # one run at a time
 
 class Lease:
-    """The object `lock` of a run: it names the writer. Each write names the generation that it
-    replaces, so that the bucket refuses one of two writers. A thread renews the lease. It is free
-    if it was not renewed for LEASE seconds by the bucket's clock."""
+    """The object `lock` in the folder of a run, whose text names the writer. Each write names the
+    generation that it replaces, so that the bucket refuses one of two writers. A thread renews the
+    lease. The lease is free if it was not renewed for LEASE seconds by the bucket's clock."""
 
     def __init__(self, folder):
         self.url = folder.url
         self.bucket = folder.bucket
         self.name = f'{folder.prefix}/lock'
-        self.text = ''  # who has it, and a number of its own
+        self.text = ''  # the holder, and a random number that no other lease has
         self.generation = 0
         self.mutex = threading.Lock()  # guards the generation, which the thread and confirm() write
         self.ended = threading.Event()  # it was given back, or another run has taken it
 
     def wait_until_free(self):
-        """Waits for the lease of another run until it has run out, and returns the generation under
-        which it can be taken; 0 if there is none. Raises UserError if it is renewed meanwhile: that
-        run lives."""
+        """Waits until the lease of another run has expired. Returns the generation that the next
+        holder replaces, 0 if there is no lease. Raises UserError if the other run renews its lease
+        meanwhile, because that run is alive."""
         first = None
         while True:
             text, found = self.read()
@@ -176,8 +176,8 @@ class Lease:
         return probe.updated
 
     def take(self, holder):
-        """Takes the lease, when it is free, and renews it from here on. Raises UserError if another
-        run has it."""
+        """Waits until the lease is free, takes it, and starts the thread that renews it. Raises
+        UserError if another run has it."""
         self.text = f'{holder} ({uuid.uuid4().hex})'
         self.generation = self.wait_until_free()
         self.confirm()
@@ -186,7 +186,7 @@ class Lease:
 
     def confirm(self):
         """Renews the lease now, after which no other run can take it for LEASE seconds. Raises
-        UserError if another one has."""
+        UserError if another run has taken it."""
         from google.api_core.exceptions import PreconditionFailed
         with self.mutex, explained(self.url):
             blob = self.bucket.blob(self.name)
@@ -203,14 +203,15 @@ class Lease:
             self.generation = blob.generation
 
     def renew(self):
-        """Renews the lease until it has ended. What fails here fails at the next save, too."""
+        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores errors, because the
+        next save raises an error that lasts."""
         while not self.ended.wait(LEASE / 4):
             with contextlib.suppress(UserError):
                 self.confirm()
 
     def close(self):
-        """Gives the lease back, if no other run has taken it. If the bucket does not answer, it
-        runs out."""
+        """Gives the lease back, unless another run has taken it. If the bucket does not answer, the
+        lease expires by itself."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -224,20 +225,20 @@ class Lease:
 
 @functools.cache
 def bucket_run(url):
-    """Returns the BucketRun of a URL, one in this process."""
+    """Returns the BucketRun of a URL, the same object for every call in this process."""
     run = BucketRun(url)
     run.refresh()
     return run
 
 
 class BucketRun:
-    """The folder of a run in a bucket, with the methods of DiskRun in checkpoints.py, which says
-    what they do.
+    """The folder of a run in a bucket. It has the methods of DiskRun in checkpoints.py, which
+    documents them.
 
-    `files` is a copy on this machine: config.json, metrics.jsonl, tokenizer/ and, of each complete
-    checkpoint, SMALL. The run that holds the lease writes there and uploads."""
+    `files` is a local copy of config.json, metrics.jsonl, tokenizer/ and the SMALL files of each
+    complete checkpoint. The process that holds the lease writes into `files` and uploads them."""
 
-    more_errors = (Exception,)  # each of the clients has its own
+    more_errors = (Exception,)  # each client raises exceptions of its own
     is_temporary = staticmethod(is_temporary)
 
     def __init__(self, url):
@@ -245,7 +246,7 @@ class BucketRun:
         self.files = Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, self.files, ignore_errors=True)
         self.lease = None
-        self.objects = {}  # as Folder.list returned them last
+        self.objects = {}  # the latest result of Folder.list
         self.uploaded = {}  # {name: (size, time of change)} of the files that the bucket has
         self.mutex = threading.Lock()  # guards uploads, which the loop and Orbax's thread make
 
@@ -256,7 +257,8 @@ class BucketRun:
         return epath.Path(self.folder.url) / 'ckpt'
 
     def make_checkpoints(self):
-        """A bucket has no folders. Returns None: what Orbax chooses for it, it writes COMMITTED."""
+        """Makes nothing, because a bucket has no folders. Returns None, so that Orbax takes its
+        default for a bucket and writes COMMITTED to complete a checkpoint."""
 
     def shown(self, text):
         return str(text).replace(str(self.files), self.folder.url)
@@ -265,7 +267,8 @@ class BucketRun:
         return ''
 
     def refresh(self):
-        """Copies the changed files of the bucket, except the files that this run writes."""
+        """Copies changed files from the bucket to `files`, except the files that this run
+        writes."""
         before = self.objects
         self.objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
@@ -308,7 +311,8 @@ class BucketRun:
         Lease(self.folder).wait_until_free()
 
     def lock(self, holder):
-        """Takes the lease. Returns its holder, which keeps it until it is closed."""
+        """Takes the lease in the name of `holder`. Returns this BucketRun; close() gives the lease
+        back."""
         lease = Lease(self.folder)
         lease.take(holder)
         self.refresh()
@@ -326,11 +330,11 @@ class BucketRun:
     # checkpoints
 
     def write_checksums(self):
-        """Writes checksums.json, {file: [size, CRC-32C]} from the bucket, into the checkpoint that
-        only lacks its commit. The files of the run are written first, so that a committed
-        checkpoint has its metrics.
+        """Writes checksums.json, {file: [size, CRC-32C]} as the bucket reports them, into the
+        checkpoint that is complete except for COMMITTED. Uploads the files of the run first, so
+        that a committed checkpoint has its metrics.
 
-        Orbax calls it in one process, and drops the checkpoint if this raises."""
+        Orbax calls this method in one process, and drops the checkpoint if it raises."""
         self.upload()
         objects = self.folder.list()
         sums = {}
@@ -360,7 +364,8 @@ class BucketRun:
 
 
 def split_checkpoint(name):
-    """Returns (step, name in it) of an object ckpt/<step>/<name>; ('', name) of another one."""
+    """Splits the name of an object: returns (step, name) of ckpt/<step>/<name>, and ('', name) of
+    any other name."""
     top, _, rest = name.partition('/')
     step, _, in_step = rest.partition('/')
     return (step, in_step) if top == 'ckpt' else ('', name)
@@ -373,14 +378,16 @@ def checksum(details):
 
 
 def file_state(path):
-    """Returns what changes with a file."""
+    """Returns (size in bytes, time of the last change in ns) of a file, which show that it has
+    changed."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def differs_from_object(path, size, crc32c):
-    """Returns whether a file differs from the object that it is a copy of. crc32c: of the object,
-    base64 of 4 bytes; without Google's package only the size is compared."""
+    """Returns whether a file differs from the object that it was copied from. size: of the object,
+    in bytes. crc32c: of the object, base64 of 4 bytes. Without Google's package google_crc32c only
+    the sizes are compared."""
     if path.stat().st_size != size:
         return True
     try:
@@ -398,11 +405,11 @@ def differs_from_object(path, size, crc32c):
 # data sets
 
 def fetch_dataset(url):
-    """Copies the data set gs://bucket/folder to this machine, if it is not there as it is in the
-    bucket, and returns its folder.
+    """Copies the data set gs://bucket/folder to this machine, unless an identical copy is there,
+    and returns the local folder.
 
-    Several processes of a machine wait for the one that fetches. Raises UserError for a data set
-    that is not there, and if the bucket refuses or does not answer."""
+    If several processes of a machine call this, one fetches and the others wait. Raises UserError
+    for a data set that does not exist, and if the bucket refuses or does not answer."""
     source = Folder(url)
     default = Path.home() / '.cache' / 'jax_transformer' / 'data'
     target = Path(os.environ.get('JAX_TRANSFORMER_DATA', default)) / source.path
@@ -424,8 +431,8 @@ def fetch_dataset(url):
         if is_there:
             return target
 
-        # A run that reads these files keeps them until it ends. One that is gone from the bucket
-        # would be read, too.
+        # Delete the old files, because one that is gone from the bucket would still be read. A run
+        # that has opened them can read them until it ends.
         for name in ('fetched.json', *fetched, *objects):
             (target / name).unlink(missing_ok=True)
         n_bytes = sum(size for size, _ in objects.values())

@@ -1,5 +1,5 @@
-"""TrainState <-> out_dir/ckpt/<iteration>, written by Orbax in the background, each complete or
-absent."""
+"""Saves and restores a TrainState in out_dir/ckpt/<iteration>. Orbax writes it in the background;
+each checkpoint is complete or absent."""
 import hashlib
 import json
 import logging
@@ -25,8 +25,9 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 FORMAT = 1  # of checkpoints
 
-# The folders of a checkpoint, each set of weights one, so that sampling can restore one alone;
-# those that a model needs; and the name of a checkpoint that Orbax is writing, in ATOMIC_RENAME.
+# The folders of a checkpoint: each set of weights has its own, so that sampling can restore one
+# alone. MODEL_ITEMS are the folders that a model needs. UNFINISHED is the name of a checkpoint that
+# Orbax is still writing, in its mode ATOMIC_RENAME.
 ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
 UNFINISHED = '*.orbax-checkpoint-tmp'
@@ -41,7 +42,7 @@ SAVE_SECONDS = 10**6
 
 def run_folder(out_dir):
     """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the
-    same methods. Raises UserError for a URL that is neither, and a bucket that cannot be read."""
+    same methods. Raises UserError for any other URL, and for a bucket that cannot be read."""
     if is_in_bucket('out_dir', out_dir):
         from jax_run.buckets import bucket_run
         return bucket_run(str(out_dir))
@@ -54,10 +55,10 @@ class DiskRun:
     `files` is the folder of config.json, metrics.jsonl, tokenizer/ and the small files of complete
     checkpoints: on a disk, the folder of the run itself."""
 
-    more_errors = ()  # exceptions of its requests that are no OSError
+    more_errors = ()  # what a failed read or write may raise beside OSError
 
     def is_temporary(self, error):
-        """Returns whether a save that failed with this exception may soon succeed."""
+        """Returns whether a save that failed with `error` may soon succeed: on a disk never."""
         return False
 
     def __init__(self, out_dir):
@@ -65,18 +66,19 @@ class DiskRun:
         self.checkpoints = Path(out_dir, 'ckpt').absolute()  # for Orbax
 
     def make_checkpoints(self):
-        """Makes the folder of the checkpoints: Orbax would take a file in its place. Returns how
-        Orbax completes a checkpoint: its folder gets its name."""
+        """Makes the folder of the checkpoints here, because Orbax would accept a file in its place.
+        Returns the option that tells Orbax to complete a checkpoint by renaming its folder."""
         from orbax.checkpoint import options
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
-        """Returns a text with paths in `files` as the user knows them: unchanged."""
+        """Returns a text with the paths in `files` replaced by those that the user knows: on a
+        disk, the text unchanged."""
         return str(text)
 
     def refresh(self):
-        """Brings `files` up to date: they always are."""
+        """Brings `files` up to date. On a disk they always are."""
 
     def upload(self):
         """Writes changed `files` to the place of the run. On a disk they are there already."""
@@ -84,11 +86,13 @@ class DiskRun:
     # the lock
 
     def wait_until_free(self):
-        """Waits for the lock of a run that has died: the system lets go of it at once."""
+        """Waits until the lock of a run that has died is free. On a disk the system frees it at
+        once."""
 
     def lock(self, holder):
-        """Takes the lock in process 0, and writes into it who holds it. Returns what holds it until
-        it is closed: the open file."""
+        """Takes the lock, in process 0 only, and writes `holder` into it. Returns the open file;
+        closing it frees the lock. Raises UserError if another run has the lock, or if the folder
+        cannot be written."""
         path = self.files / 'lock'
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,19 +112,20 @@ class DiskRun:
         return file
 
     def is_locked_by(self, holder):
-        """Returns whether the lock that this process sees belongs to process 0, named here."""
+        """Returns whether this process sees a lock with the text `holder`, which process 0 has
+        written."""
         found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
         return 'lock' in found and (self.files / 'lock').read_text() == holder
 
     # checkpoints
 
     def write_checksums(self):
-        """Writes the checksums of the checkpoint that is complete but for its name."""
+        """Writes checksums.json into the checkpoint that is complete except for its final name."""
         write_checksums(self.checkpoints)
 
     def differs(self, step, name, expected):
-        """Returns whether a file of the checkpoint in the folder `step` is not as it was written.
-        expected: what checksums.json says of it."""
+        """Returns whether the file `name` in the checkpoint folder `step` is missing or has
+        changed. expected: its entry in checksums.json."""
         path = step / name
         if not path.is_file():
             return True
@@ -135,7 +140,7 @@ class DiskRun:
         os.rename(step, free)
 
     def write_metrics(self, step, text):
-        """Writes the metrics of checkpoint `step`, which has none."""
+        """Writes `text` as the metrics of checkpoint `step`, which has none yet."""
         write_text(self.checkpoints / str(step) / 'metrics' / 'metrics', text)
 
     def space(self):
@@ -150,8 +155,8 @@ class DiskRun:
 
 
 def open_checkpoints(out_dir, keep=2, since=0):
-    """Returns Orbax's manager of out_dir/ckpt, which keeps the latest `keep` checkpoints and the
-    one with the lowest validation loss, of those after iteration `since`: those before have other
+    """Returns Orbax's manager of out_dir/ckpt. It keeps the latest `keep` checkpoints, and of those
+    after iteration `since` the one with the lowest validation loss: the losses before are of other
     data. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
@@ -198,8 +203,8 @@ def open_checkpoints(out_dir, keep=2, since=0):
 
 
 def quiet_orbax():
-    """Silences Orbax's log, because this module reports failures, and what its other writes say
-    after a failed one."""
+    """Silences Orbax's log, because this module reports failures. Also hides 'Event loop is
+    closed', which Orbax's other writes raise after a failed one."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -212,10 +217,10 @@ def quiet_orbax():
 
 def write_checksums(folder):
     """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete
-    but for its name.
+    except for its final name. Then waits until all of its files are on the disk.
 
-    Orbax calls it in one process, before it renames the checkpoint, and gives the checkpoint up if
-    this raises."""
+    Orbax calls this function in one process, before it renames the checkpoint, and drops the
+    checkpoint if it raises."""
     steps = list(folder.glob(UNFINISHED))
     if not steps:
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
@@ -236,7 +241,7 @@ def write_checksums(folder):
 
 
 def sync(path):
-    """Waits until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the list of names in a folder, is on the disk (fsync)."""
     if os.name != 'posix':
         return  # Windows does not open folders
     file = os.open(path, os.O_RDONLY)
@@ -258,11 +263,12 @@ def checksum(path):
 
 
 def find_damage(run, path, items=ITEMS):
-    """Returns the first file among these items of the checkpoint folder `path` of a run's folder
-    that is not as it was written, or ''.
+    """Returns the name of the first file in the checkpoint folder `path` that is missing or
+    damaged, or ''.
 
-    Several processes each read some of the files, and all return the same. A checkpoint without
-    checksums.json is not checked: see read_meta."""
+    run: the DiskRun or BucketRun of the checkpoint. items: the names in ITEMS to check. Several
+    processes each read some of the files, and all return the same name. A checkpoint without
+    checksums.json is not checked here: see read_meta."""
     damaged = ''
     try:
         # Each process compares its share of the files.
@@ -284,15 +290,15 @@ def find_damage(run, path, items=ITEMS):
 
 
 def is_run(source):
-    """Whether the folder is the out_dir of a run. In a bucket there is nothing else that is read,
-    but a checkpoint: see is_checkpoint."""
+    """Returns whether `source` is the out_dir of a run. In a bucket everything except a checkpoint
+    is taken for a run, because nothing else is read from there."""
     if is_in_bucket('the run', source):
         return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()
 
 
 def is_checkpoint(source):
-    """Whether the folder is a checkpoint of a run, out_dir/ckpt/ITERATION."""
+    """Returns whether `source` is a checkpoint of a run, out_dir/ckpt/ITERATION."""
     path = Path(source)
     if path.parent.name != 'ckpt' or not path.name.isdecimal():
         return False
@@ -322,8 +328,8 @@ def list_steps(folder):
 
 
 def read_val_loss(step, since=0):
-    """Returns the validation loss of the checkpoint in this folder: infinity if it was not
-    evaluated, or not after iteration `since`, -infinity if it is damaged."""
+    """Returns the validation loss of the checkpoint in the folder `step`: infinity if it has none
+    or is not of an iteration after `since`, -infinity if its metrics are damaged."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -337,8 +343,8 @@ def read_val_loss(step, since=0):
 
 
 def data_since(manifest):
-    """Returns the iteration at which a run began with its present data, 0 for most. manifest: of a
-    checkpoint; an earlier version has None."""
+    """Returns the iteration at which a run began with its present data, 0 if its data never
+    changed. manifest: of a checkpoint, None if an earlier version wrote it."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
@@ -353,12 +359,12 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns what names a checkpoint in a result: its iteration, and digests of its manifest and
-    of the files of each item. meta: its metadata."""
+    """Returns {'iteration', 'digests'}, which identify a checkpoint in a result. There is a digest
+    of its manifest, and one of the checksums of each item. meta: the metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
-    except UserError:  # damaged, and its data are whole
+    except UserError:  # only checksums.json is damaged
         sums = {}
     items = {}
     for name in sorted(sums):
@@ -392,7 +398,7 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     items = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
     run = run_of(manager)
     try:
-        # This also waits for the one before, and raises what went wrong with it.
+        # This also waits for the checkpoint before, and raises the error of its writing.
         saved = manager.save(iter_num, metrics=metrics, args=items)
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
@@ -404,9 +410,9 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
 
 
 def as_replicated_global_array(x):
-    """Returns an array of this process's devices as a global array, replicated over the devices of
-    all processes, as Orbax expects it. Such are pmap's results with several processes; whatever
-    else x is, it is returned as it is."""
+    """Returns an array on this process's devices as a global array, replicated over the devices of
+    all processes, as Orbax expects it. pmap returns such local arrays if there are several
+    processes. Any other x is returned unchanged."""
     if not isinstance(x, jax.Array) or not x.is_fully_addressable:
         return x
     copies = [copy.data for copy in x.addressable_shards]
@@ -428,19 +434,19 @@ def cannot_write(what, manager, error):
 
 
 def run_of(manager):
-    """Returns the folder of the run with these checkpoints."""
+    """Returns the DiskRun or BucketRun that a manager of checkpoints writes to."""
     return run_folder(os.path.dirname(str(manager.directory)))
 
 
 def add_val_loss(manager, step, val_loss):
-    """Makes a checkpoint a candidate for the best, if it was saved without an evaluation, as a
-    signal may do."""
+    """Adds val_loss to checkpoint `step` if it was saved without an evaluation, as after a signal.
+    The checkpoint can then be chosen as the best."""
     run = run_of(manager)
     path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():
         run.write_metrics(step, json.dumps({'val_loss': val_loss}))
 
-    # No process reads it before it is there.
+    # Wait, so that no process reads the file before it is there.
     gather_texts('')
     manager.reload()
 
@@ -469,7 +475,7 @@ def opt_state_item(state):
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
-    If one of these items of it is damaged, stderr says so, and the newest intact one is taken
+    If one of its `items` is damaged, stderr says so, and the newest intact checkpoint is taken
     instead. Raises UserError if there is no intact checkpoint."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
@@ -508,8 +514,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
 
 
 def has_checksums(run, path):
-    """Returns whether the checksums of the checkpoint in this folder can be read, in all
-    processes."""
+    """Returns whether all processes can read the checksums of the checkpoint folder `path`."""
     try:
         can_read = bool(read_json(path / 'checksums.json', optional=True))
     except (UserError, OSError):
@@ -518,11 +523,12 @@ def has_checksums(run, path):
 
 
 def open_checkpoint(run, step, items=ITEMS, is_checked=True):
-    """Returns the metadata of checkpoint `step` in a run's folder; see choose_checkpoint. Raises
-    UserError if one of these items is damaged. is_checked: whether checksums are compared."""
+    """Returns the metadata of checkpoint `step`. Raises UserError if one of its `items` is damaged,
+    or if it is not a checkpoint of this program. run: a DiskRun or BucketRun. is_checked: whether
+    checksums are compared."""
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
-    # A run that resumes sets such a checkpoint aside, whatever its checksums say.
+    # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.
     has_metrics = 'metrics' in items
     if not problem and has_metrics and read_val_loss(path) == -math.inf:
         problem = 'metrics/metrics'
@@ -537,8 +543,8 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
 
 def read_meta(step, is_checked=True):
     """Returns the metadata of the checkpoint in the folder `step`. Raises an exception if it is not
-    one of this program, its model none that this version knows, or, with is_checked, its checksums
-    are missing."""
+    a checkpoint of this program, if this version does not know its model, or if is_checked and its
+    checksums are missing."""
     meta = read_json(step / 'meta' / 'metadata')
     if meta.get('format', FORMAT) > FORMAT:  # earlier versions wrote none
         raise ValueError(f"it has format {meta['format']}, of a later version; this one reads "
@@ -564,8 +570,8 @@ def read_meta(step, is_checked=True):
 def restore_items(out_dir, step, items):
     """Restores items of checkpoint `step` and returns {name: tree}.
 
-    items: {name: abstract tree, with shapes, types and shardings}. Raises UserError if they do not
-    fit."""
+    items: {name: abstract tree, with shapes, types and shardings}. Raises UserError if the
+    checkpoint does not fit them."""
     import orbax.checkpoint as ocp
     quiet_orbax()
     run = run_folder(out_dir)
@@ -588,8 +594,8 @@ def restore_items(out_dir, step, items):
 
 
 def load_checkpoint(out_dir: str | Path, step: int, state: Any) -> Any:
-    """Returns the TrainState of checkpoint `step`; `state` is its abstract tree. Raises UserError
-    if it does not fit."""
+    """Returns the TrainState of checkpoint `step`. state: its abstract tree. Raises UserError if
+    the checkpoint does not fit it."""
     restored = restore_items(
         out_dir, step, {**state.weight_sets(), 'opt_state': opt_state_item(state)})
     others = restored.pop('opt_state')

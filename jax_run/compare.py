@@ -1,4 +1,5 @@
-"""Runs to one table and one figure, from their metrics.jsonl, config.json and manifests."""
+"""Compares runs in one table and one figure, from their metrics.jsonl, config.json and
+manifests."""
 import math
 import statistics
 from pathlib import Path
@@ -8,14 +9,14 @@ from jax_run.checkpoints import data_since, list_steps
 from jax_run.log import read_metrics
 from jax_run.manifest import val_digest
 
-# the flags that no update and no validation loss depends on
+# flags that change neither the updates nor the validation losses
 WITHOUT_EFFECT = {
     'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'sample_prompt',
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
     'wandb_run_name', 'profile', 'minutes', 'manifest'}
 
 IN_AXES = 10  # with more runs the legend is beside the axes
-NAMED = 60  # of more, so many of the best are in the legend
+NAMED = 60  # the legend names so many runs at most, the best ones
 
 
 def compare_runs(folders, x='iterations'):
@@ -50,12 +51,12 @@ def read_run(folder, x):
     settings = read_json(files / 'config.json', optional=True)
     sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
-    # of an earlier version it is in the checkpoints alone
+    # a run of an earlier version has its manifest in the checkpoints alone
     manifest = settings.pop('manifest', None) or read_manifest(files)
     points, best, speeds, seconds, last_iter = [], math.inf, [], 0.0, -1
     for record in read_metrics(files):
         if isinstance(record.get('time_ms'), float):
-            # the mean of the iterations since the line before
+            # time_ms is the mean of the iterations since the record before
             seconds += record['time_ms'] / 1000 * (record['iter'] - last_iter)
             last_iter = record['iter']
             speeds.append(record.get('tokens_per_sec') or 0)
@@ -65,7 +66,7 @@ def read_run(folder, x):
             kind = 'bpb' if record.get('val_bpb') else 'loss'
             train = record.get(f'train_{kind}') or math.nan
             points.append((at[x], train, record[f'val_{kind}']))
-            # the best one of the data that the run has now
+            # the best loss is that on the data that the run has now
             if record['iter'] > data_since(manifest) or not data_since(manifest):
                 best = min(best, record[f'val_{kind}'])
     if not points:
@@ -83,8 +84,8 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest of the latest checkpoint of a run, None if there is none, as of an
-    earlier version."""
+    """Returns the manifest in the latest checkpoint that can be read; None if there is none, or if
+    an earlier version wrote it. files: the folder of the run."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')
@@ -94,8 +95,8 @@ def read_manifest(files):
 
 
 def mark_val_data(runs):
-    """Says that runs have been evaluated on different data, and gives each run the column of the
-    table, 'marked': {} where all have the same, or it is not known."""
+    """Prints a line if runs have been evaluated on different data. Sets run['marked'] of each run
+    to its column of the table, {'val data': digest}, or to {} if no difference is known."""
     known = {run['val_data'] for run in runs if run['val_data']}
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}

@@ -1,4 +1,5 @@
-"""The folders of data sets: meta.json, token files (uint16 or uint32, no header) and masks."""
+"""Opens the folders of data sets: meta.json, token files (uint16 or uint32, no header) and
+masks."""
 import mmap
 import os
 import re
@@ -13,8 +14,8 @@ from jax_hub.tokenizers import locate_tokenizer, same_tokens
 
 
 def relative_path(path):
-    """Returns the path from the current folder, short in messages; unchanged if it is on another
-    drive (Windows)."""
+    """Returns the path relative to the current folder, which is shorter in messages; unchanged if
+    it is on another drive (Windows)."""
     try:
         return Path(os.path.relpath(path))
     except ValueError:
@@ -26,9 +27,9 @@ class DataChanged(UserError):
 
 
 def open_tokens(path, dtype, row_length=None):
-    """Opens the numbers of a file without a header, mapped into memory: [n_numbers], or [n_rows,
-    row_length] without what does not fill a row. It stays the file that was opened, also if another
-    one gets its name."""
+    """Maps the numbers of a file without a header into memory: an array [n_numbers], or [n_rows,
+    row_length] without an incomplete last row. The array stays with the file that was opened, even
+    if another file gets its name."""
     numbers = np.memmap(path, dtype, 'r')
     if row_length:
         return numbers[:len(numbers) // row_length * row_length].reshape(-1, row_length)
@@ -36,16 +37,17 @@ def open_tokens(path, dtype, row_length=None):
 
 
 def read_at_random(array):
-    """Tells the system that an array of open_tokens is read here and there: else it reads ahead, up
-    to thousands of times as much as the windows need."""
+    """Tells the system that an array of open_tokens is read at random places. Otherwise the system
+    reads ahead, up to thousands of times as much as the windows need."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_RANDOM'):
         file.madvise(mmap.MADV_RANDOM)
 
 
 def read_soon(array, starts, n_bytes):
-    """Tells the system that n_bytes from each of the `starts` of an array of open_tokens, in bytes,
-    are read next: it fetches them together, where read_at_random would wait for every page."""
+    """Tells the system which parts of an array of open_tokens are read next: n_bytes from each of
+    `starts`, in bytes. It fetches them together; after read_at_random it would fetch page by
+    page."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_WILLNEED'):
         for start in starts:
@@ -54,8 +56,8 @@ def read_soon(array, starts, n_bytes):
 
 
 def check_not_cut(array):
-    """Raises DataChanged if the file of open_tokens has become shorter: to read behind its end
-    would end this process by SIGBUS, without a word. Other arrays pass."""
+    """Raises DataChanged if the file of an array of open_tokens has become shorter. To read behind
+    its end would kill this process by SIGBUS, without a message. Other arrays pass."""
     file = getattr(array, '_mmap', None)
     if file is not None and file.size() < array.nbytes:
         raise DataChanged(f'{array.filename} was cut short while it was read: it has '
@@ -63,7 +65,7 @@ def check_not_cut(array):
 
 
 def remedy_for(data_dir):
-    """Says what to do about a data set that is missing or damaged."""
+    """Returns what to do about a data set that is missing or damaged, for a message."""
     prepare = data_dir / 'prepare.py'
     if INSTALLED in prepare.resolve().parents and prepare.exists():
         return f'run: prepare-jax {data_dir.name}'
@@ -72,10 +74,10 @@ def remedy_for(data_dir):
     return f'there is no {prepare} to make it; see "Your own text" in README.md'
 
 
-# without a meta.json
+# the meta.json of a folder that has none
 NANOGPT_META = {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': {'kind': 'gpt2'}}
 
-# what else a meta.json may say, as prepare.py counts it
+# the other keys that prepare.py may write into a meta.json
 COUNTED = (
     'max_id', 'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes')
 
@@ -143,18 +145,18 @@ def load_dataset_meta(data_dir):
 
 
 def byte_scale(meta, split):
-    """Returns how many bytes of the text a byte of load_token_bytes stands for, on the mean of a
-    split: below 1 where a tokenizer puts a space before each text. 1 if meta.json does not say it,
-    as in older data sets."""
+    """Returns the bytes of a split's text, divided by the bytes of its tokens as load_token_bytes
+    counts them. It is below 1 if the tokenizer puts a space before each text. It is 1 if meta.json
+    has no counts, as in older data sets."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
 
 
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them. Where meta.json holds the largest
-    id, max_id, and the numbers of tokens, only the sizes are checked; otherwise all tokens are
-    read, each process its share.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. If meta.json holds max_id (the
+    largest id) and the numbers of tokens, only the sizes are checked. Otherwise all tokens are
+    read, a share in each process.
 
     Returns ({'train': array, 'val': array}, vocab_size, tokenizer description), see
     load_dataset_meta; an array is [n_tokens], or [n_rows, block_size + 1] if the data set was
@@ -218,12 +220,12 @@ def check_size(path, meta, split, block_size):
 
 
 def load_masks(data_dir, splits):
-    """Opens the masks of a data set, data_dir/{train,val}_mask.bin: {split: array as the tokens}.
+    """Opens the masks of a data set, data_dir/{train,val}_mask.bin. Returns {split: array with the
+    shape of the tokens}, or {} for a data set without masks, in which all tokens count.
 
     A mask has a byte for each token: 1 if it counts in the loss, as an assistant's tokens do, else
-    0; in packed rows 2 at the start of a conversation or of the padding. {} for a data set without
-    masks: all its tokens count. Raises UserError for a mask that is missing or of another
-    length."""
+    0. In packed rows it is 2 at the start of a conversation or of the padding. Raises UserError for
+    a mask that is missing or of another length."""
     data_dir = relative_path(data_dir)
     paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
     are_there = [path.exists() for path in paths.values()]
@@ -240,14 +242,14 @@ def load_masks(data_dir, splits):
 
 
 def load_digests(data_dir):
-    """Returns {file: SHA-256} as a data set's meta.json says, {} if it does not."""
+    """Returns {file: SHA-256} from the meta.json of a data set, {} if it has none."""
     return load_dataset_meta(data_dir)['digests'] or {}
 
 
 def load_ends(path, n_tokens):
-    """Reads where the conversations of a split of n_tokens end, int64: increasing, of at least two
-    tokens each, an even number. Raises UserError for a file that is missing or says something
-    else."""
+    """Reads where each conversation of a split ends, int64. n_tokens: of the split. Raises
+    UserError if the file is missing, or unless the number of conversations is even, each has at
+    least two tokens, and the last ends at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:
@@ -259,12 +261,12 @@ def load_ends(path, n_tokens):
 # mixtures of data sets
 
 def parse_mixture(dataset, root=None):
-    """Returns {folder: fraction} for the flag --dataset: a folder, by its name under `root` or its
-    path (see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
+    """Returns {folder: fraction} for the flag --dataset. dataset: one folder (its path, or its name
+    under `root`, see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
     anything else."""
     # one data set: without a colon, except in a URL or in the name of a folder
     is_one = dataset.count(':') == dataset.count('://')
-    is_url = is_in_bucket('dataset', dataset)  # of a mixture it is fetched below
+    is_url = is_in_bucket('dataset', dataset)  # the parts of a mixture are fetched below
     if is_one or not is_url and dataset_folder(dataset, root).is_dir():
         return {dataset_folder(dataset, root): 1.0}
 
@@ -276,7 +278,7 @@ def parse_mixture(dataset, root=None):
         if found and float(found[2]) >= 1e-6:
             shares[found[1].strip()] = float(found[2])
 
-    # None is left out, named twice, or too much.
+    # Each part was valid, no name comes twice, and the fractions sum to 1.
     names = {Path(folder).name for folder in shares}
     if len(names) < len(parts) or abs(sum(shares.values()) - 1) > 1e-6:
         raise UserError(
@@ -286,9 +288,9 @@ def parse_mixture(dataset, root=None):
 
 
 def dataset_folder(name, root=None):
-    """Returns the folder of a data set, given its path, or its name under `root` (without one:
-    under data/, see find_shipped). gs://bucket/folder is copied to this machine, if it is not there
-    yet."""
+    """Returns the folder of a data set. name: its path, its name under `root` (by default under
+    data/, see find_shipped), or gs://bucket/folder, which is copied to this machine if it is not
+    there yet."""
     if not is_in_bucket('dataset', name):
         return Path(root) / name if root else find_shipped('data', name)
     from jax_run.buckets import fetch_dataset
@@ -296,14 +298,14 @@ def dataset_folder(name, root=None):
 
 
 def load_mixture_meta(dataset, root=None):
-    """Returns (parse_mixture, load_dataset_meta of its first data set). Raises UserError if another
-    cannot be mixed with it."""
+    """Returns (the {folder: fraction} of parse_mixture, the meta.json of the first data set).
+    Raises UserError if another data set cannot be mixed with the first."""
     shares = parse_mixture(dataset, root)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]
     meta = metas[0]
 
-    # The others have the same tokens, and are no pairs.
+    # The others must have the same tokens, and must not be pairs.
     for folder, other in zip(folders[1:], metas[1:]):
         if 'pairs' in (meta['kind'], other['kind']):
             raise UserError('pairs of answers cannot be mixed with other data: give --dataset one '

@@ -1,5 +1,6 @@
-"""The intermediate results of a model: flax collects the outputs of its modules, and
-record_attention (jax_transformer.py) adds the probabilities. L is the number of layers."""
+"""Computes intermediate results of a model. flax collects the outputs of its modules, and
+record_attention (jax_transformer.py) adds the attention probabilities. L is the number of
+layers."""
 import dataclasses
 import functools
 
@@ -16,7 +17,7 @@ COLLECTION = 'intermediates'  # flax's name for the collected outputs
 
 def look_inside(model, ids, part):
     """Computes intermediate results of a TextModel for the tokens `ids`, float32, by `part`:
-    - 'logits' [T, V], of the token after each;
+    - 'logits' [T, V], for the token after each token;
     - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
       the last after the final norm, as transformers' output_hidden_states;
     - 'attention' [L, H, T, T]: the attention probabilities of a head at each position (third axis)
@@ -49,7 +50,7 @@ def look_inside(model, ids, part):
 
 @functools.partial(jax.jit, static_argnames=('config', 'part'))
 def compute_part(params, idx_1xT, *, config, part):
-    """look_inside of one padded row."""
+    """Computes what look_inside returns, for one padded row and with the padding."""
     model = GPT(config)
     if part == 'logits':
         return model.apply({'params': params}, idx_1xT)[0]

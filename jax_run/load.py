@@ -1,5 +1,5 @@
-"""The weights of a run of ours: loaded, with LoRA's updates merged into their base, or frozen under
-them."""
+"""Loads the weights of a run of ours. LoRA's updates are merged into their base, or the base is
+loaded alone, frozen for training."""
 import os
 
 import jax
@@ -17,8 +17,9 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 
 def load_frozen(lora, config, layout):
-    """Loads the frozen weights of a LoRA run: ({'weights', 'scale'} for TrainState.frozen, their
-    checksum). lora: the LoRA entry of a checkpoint; see load_base."""
+    """Loads the frozen weights of a LoRA run. Returns ({'weights', 'scale'} for TrainState.frozen,
+    the checksum of the weights). lora: the LoRA entry of a checkpoint. Raises UserError as
+    load_base does."""
     change = quantize_param if lora['quantize'] else None
     weights, crc = load_base(lora, config, layout, change)
     scale = layout.device_put(np.float32(lora['alpha'] / lora['rank']))
@@ -26,8 +27,8 @@ def load_frozen(lora, config, layout):
 
 
 def load_merged(lora, config, layout, updates):
-    """Loads the parameters of a LoRA run with its updates added to the weights, in float32; see
-    load_base."""
+    """Loads the base of a LoRA run and adds `updates` to its weights. Returns the parameters,
+    float32. Raises UserError as load_base does."""
     updates = flatten_dict(updates)
 
     def change(path, array):
@@ -39,8 +40,8 @@ def load_merged(lora, config, layout, updates):
 
 
 def merge_updates(weights, lora, updates):
-    """Returns what load_merged does, given the weights of `frozen` and the updates in the memory
-    of the host."""
+    """Returns the parameters that load_merged returns, from weights that are loaded already.
+    weights: of TrainState.frozen. Both weights and updates are in the memory of the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():
@@ -49,7 +50,8 @@ def merge_updates(weights, lora, updates):
 
 
 def merge(path, array, lora, updates):
-    """Adds its update to a frozen parameter, if it has one: float32. updates: {path: array}."""
+    """Returns a frozen parameter in float32, plus its update if `updates` has one. path: of the
+    parameter in the tree. updates: {path: array}."""
     array = as_kernel(array).to_float32(path[-1] != 'kernel')
     if (*path, 'a') in updates:
         a = np.asarray(updates[*path, 'a'])
@@ -59,8 +61,8 @@ def merge(path, array, lora, updates):
 
 
 def load_base(lora, config, layout, change):
-    """Loads the weights of the model that LoRA updates, as load_weights does. Raises UserError if
-    it has moved or changed."""
+    """Loads the weights of the model that LoRA updates. Returns (weights, checksum), as
+    load_weights does. Raises UserError if the model has moved or changed."""
     check_place(lora)
     params, crc = load_start_weights(lora['base'], config, layout, change)
     check_checksum(lora, crc)
@@ -79,8 +81,8 @@ def check_place(lora):
 
 
 def check_checksum(lora, crc):
-    """Raises UserError if crc differs from lora['checksum'], that of the base model. None, of older
-    runs, is not compared."""
+    """Raises UserError if crc differs from lora['checksum'], the checksum of the base model. Older
+    runs have None there, which is not compared."""
     if lora['checksum'] not in (None, crc):
         raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; "
                         'put these back, or name where they are with --base=FOLDER')
@@ -90,8 +92,9 @@ def check_checksum(lora, crc):
 # runs, with and without LoRA
 
 def load_start_weights(source, config, layout, change=None):
-    """Loads the first parameters of a run, as load_weights does: of a pretrained model, or of a
-    run's checkpoint in out_dir/ckpt/ITERATION, with LoRA's updates merged."""
+    """Loads the parameters that a run starts from. Returns (parameters, checksum), as load_weights
+    does. source: a pretrained model, or the checkpoint of a run, out_dir/ckpt/ITERATION, to which
+    its LoRA updates, if any, are added."""
     if not is_checkpoint(source):
         return load_weights(source, config, layout, change)
 
@@ -103,8 +106,8 @@ def load_start_weights(source, config, layout, change=None):
     if meta.get('lora'):
         params = load_merged(meta['lora'], saved, OnHost(), params)
 
-    # one parameter after the other to its devices, in the order of load_pretrained: so a folder to
-    # which the run is exported has the same checksum
+    # move one parameter after the other to its devices, in the order of load_pretrained: so the
+    # checksum is the same if the run is exported to a folder, and loaded from there
     place = Placing(config, layout, change)
     params = flatten_dict(params)
     placed = {}
@@ -129,8 +132,8 @@ def load_updates(out_dir, which='best', base=''):
     """Loads the updates of a LoRA run, for save_adapter: (config, updates in the memory of the
     host, the LoRA entry of the checkpoint, metadata).
 
-    The arguments are load_run's. Raises UserError for a run without LoRA, for a model that peft
-    cannot load, and for a model that has moved or changed, because peft adds an adapter to any
+    The arguments are those of load_run. Raises UserError for a run without LoRA, for a base that
+    peft cannot load, and for a base that has moved or changed, because peft adds an adapter to any
     weights of the same shapes."""
     layout = setup_distributed_training(jax.devices()[:1])
     config, updates, lora, meta = restore_run(out_dir, which, layout, base)

@@ -21,15 +21,16 @@ watchers = []
 
 
 class RunLog:
-    """Logs the iterations and evaluations of a run, on accelerators each iteration after the next
-    step is dispatched: fetching the metrics waits for the device.
+    """Logs the iterations and evaluations of a run. On accelerators an iteration is logged after
+    the next step is dispatched, because fetching the metrics waits for the device.
 
     run: a Run. metrics_log: a MetricsLog, or None in processes that do not log. wandb_run: of
     start_wandb, or None.
     tokens_per_iter: tokens of an iteration. mfu: a function of the tokens per second that returns
     the model FLOPs utilization, or None if the device's peak is unknown.
     is_synchronous: whether a step is done when its call returns, as on CPUs.
-    started: the time.perf_counter() of the script's start. imports_s: seconds of its imports.
+    started: the time.perf_counter() of the script's start. imports_s: seconds that its imports
+    took.
     printed: names of metrics to print at the end of an iteration's line. metrics.jsonl has all
     metrics of a step.
 
@@ -50,8 +51,8 @@ class RunLog:
         self.started = started
         self.imports_s = imports_s
         self.printed = printed
-        # a bar on a terminal, or in a notebook that has widgets: as text, each of its states would
-        # stay in the notebook; write() prints a line above it
+        # a bar on a terminal, or in a notebook that has widgets: without widgets each state of the
+        # bar would stay in the notebook as text. write() prints a line above the bar
         has_widgets = 'ipykernel' in sys.modules and importlib.util.find_spec('ipywidgets')
         if has_widgets:
             from tqdm.notebook import tqdm
@@ -73,7 +74,7 @@ class RunLog:
             watch(run)
 
     def close(self):
-        """Logs the pending iteration, if the run has failed before, and ends the bar."""
+        """Logs the iteration that is still pending, as after a failure, and ends the bar."""
         with contextlib.suppress(Exception):
             self.flush()
         self.bar.close()
@@ -96,9 +97,9 @@ class RunLog:
     # --- iterations
 
     def iteration(self, iter_num, metrics):
-        """Logs an iteration: on a CPU this one, elsewhere the one before, so that nobody waits for
-        the step that has just begun. metrics: None for one without an update, because none of its
-        tokens counts."""
+        """Logs iteration iter_num on a CPU. Elsewhere logs the iteration before, so that the host
+        does not wait for the step that has just begun. metrics: None for an iteration without an
+        update, because none of its tokens counts."""
         self.flush()
         if metrics is None:
             self.bar.update()
@@ -170,9 +171,10 @@ class RunLog:
     # --- evaluations
 
     def evaluation(self, iter_num, losses, sample=''):
-        """Logs the losses of estimate_losses, and a text of the model. Raises UserError if the
-        losses are not finite."""
-        # 'val_loss'; of one set of several, {'val_web': {'loss': ...}}, 'val_loss_web'
+        """Logs `losses`, as estimate_losses returns them, and `sample`, a text by the model. Raises
+        UserError if the losses are not finite."""
+        # {'val': {'loss': ...}} becomes 'val_loss'; one data set of several, {'val_web': {'loss':
+        # ...}}, becomes 'val_loss_web'
         flat = {}
         for split, metrics in losses.items():
             split, _, data_set = split.partition('_')
@@ -296,8 +298,8 @@ class MetricsLog:
 
 
 def read_metrics(out_dir):
-    """Yields the records of out_dir/metrics.jsonl, without an incomplete last line, as a killed run
-    may leave it, and other lines that cannot be read."""
+    """Yields the records of out_dir/metrics.jsonl. Leaves out lines that cannot be read, and an
+    incomplete last line, which a killed run may leave."""
     path = Path(out_dir) / 'metrics.jsonl'
     if path.exists():
         yield from (record for record in read_lines(path) if record is not None)
@@ -321,7 +323,7 @@ def read_lines(path):
 
 @functools.cache
 def loss_figure():
-    """Returns (figure, {key of metrics.jsonl: line}) without points, the same in every call.
+    """Returns (figure, {key of metrics.jsonl: line in the figure}), the same objects in every call.
 
     matplotlib's figures are full of reference cycles, so a new one for every evaluation would keep
     1.4 MB each until a full garbage collection."""
@@ -339,7 +341,7 @@ def loss_figure():
                     'val_loss': val_loss}
 
 
-# Evaluations below which loss.png has a smoothed curve of the iterations.
+# With fewer evaluations than this, loss.png has a smoothed curve of the iterations.
 FEW_EVALUATIONS = 10
 
 
@@ -349,7 +351,8 @@ def plot_losses(out_dir):
     FEW_EVALUATIONS the iterations are drawn smoothed, too, because two or three points are no
     curve.
 
-    Holds 16 bytes per point: a long run's records would fill the memory."""
+    Reads the file line by line and keeps 16 bytes per point, because all records of a long run
+    would fill the memory."""
     figure, lines = loss_figure()
 
     # Read the points (iteration, loss) of each curve, one after the other.

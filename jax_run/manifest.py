@@ -2,22 +2,22 @@
 devices.
 
 Every checkpoint keeps it in its metadata. A resume compares the data, and several processes compare
-all of it before they train together. It holds no path, host or user name.
+the whole manifest before they train together. It holds no path, host or user name.
 
 | key | |
 |---|---|
 | `format` | 1 |
 | `data` | a list of the data sets: `name`, `fraction`, `files`, see `describe_file` |
-| `earlier_data` | of a run that was resumed with other data: `until` which iteration it had which `data` |
-| `earlier` | of a run that was resumed otherwise: `until` which iteration it had other `flags` and so on |
+| `earlier_data` | a list, if a resume changed the data: the `data` `until` an iteration |
+| `earlier` | a list, if a resume changed `flags` and so on: the changes, `until` an iteration |
 | `tokenizer` | digest of the data's tokenizer |
 | `start` | 'scratch', 'pretrained', or 'lora' of a pretrained model |
 | `sources` | digest of each source file of the product |
 | `commit` | of a git checkout, with `+` if its files have been changed; None elsewhere |
 | `versions` | of Python and of the libraries that compute |
 | `settings` | of jax, and `XLA_FLAGS` without paths, that change numbers |
-| `devices` | their `kind`, of a CPU also its features that choose kernels, the `number` of them and of `processes` |
-| `flags` | of the run, without names and places; `seed` is one |
+| `devices` | `kind`; `cpu`: features that choose kernels; `number` of devices and of `processes` |
+| `flags` | of the run, without names and places, with `seed` |
 | `dtype`, `attention`, `experts` | as chosen for the present devices |"""
 import contextlib
 import functools
@@ -40,8 +40,8 @@ from jax_run.data import check_not_cut, read_soon
 
 FORMAT = 1
 
-# A file up to this size is read as a whole, of a larger one blocks that are spread evenly: 8 MB,
-# which a network disk reads within a second.
+# A file of up to N_BLOCKS * BLOCK bytes (8 MB) is read as a whole. Of a larger file, blocks that are
+# spread evenly are read, as many bytes: a network disk reads them within a second.
 N_BLOCKS = 128
 BLOCK = 2**16  # bytes
 
@@ -72,9 +72,10 @@ def open_manifest(run, data, config):
     """Makes the manifest of a run, and compares it with the other processes' manifests. In a resume
     it compares the data with the checkpoint's.
 
-    run: a Run. data: of open_data. config: of its Program. Returns the manifest. A run that accepts
-    other data begins a new best validation loss, see begins_anew. Raises UserError for other
-    data than the checkpoint's, unless --dataset is on the command line, and if processes differ."""
+    run: a Run. data: of open_data. config: of the run's Program. Returns the manifest. If the data
+    have changed, the best validation loss begins anew, see begins_anew. Raises UserError if
+    processes differ, and for other data than the checkpoint's, unless --dataset is on the command
+    line."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -119,8 +120,9 @@ def flags_of(run):
 
 
 def flatten(manifest):
-    """Returns {what: value} of a manifest, for a message that names what differs. The names of the
-    data sets are left out, because each process may have its own folders."""
+    """Returns {description: value} for the values of a manifest, so that a message can name what
+    differs. The names of the data sets are left out, because each process may have its own
+    folders."""
     values = {}
     for i, one in enumerate(manifest['data']):
         number = f' of data set {i}' if len(manifest['data']) > 1 else ''
@@ -144,12 +146,13 @@ def find_machine(manifest):
 
 
 def find_cpu(device):
-    """Returns the architecture and the features of the CPU that is this device, '' for another
-    device. What XLA_FLAGS forbids is among the settings."""
+    """Returns the architecture and the CPU_FEATURES of a CPU, such as 'x86_64 avx2 avx512f'; '' for
+    another device. Features that XLA_FLAGS forbids are not left out: find_settings has
+    XLA_FLAGS."""
     if device.platform != 'cpu':
         return ''
     features = []
-    with contextlib.suppress(OSError):  # Linux alone has it
+    with contextlib.suppress(OSError):  # only Linux has this file
         words = set(Path('/proc/cpuinfo').read_text().partition('\n\n')[0].split())
         features = [name for name in CPU_FEATURES if name in words]
     return ' '.join([platform.machine(), *features])
@@ -157,7 +160,7 @@ def find_cpu(device):
 
 def find_commit():
     """Returns the commit of the checkout that this file is in, with '+' behind it if files of the
-    checkout have been changed; None if it is in none."""
+    checkout have been changed; None outside a checkout."""
     root = Path(__file__).parents[1]
 
     def git(*words):
@@ -197,8 +200,8 @@ def find_changed(known, now):
 
 
 def say_what_differs(changed):
-    """Prints which versions, settings and kind of device a resume has changed, because its bits may
-    change. changed: of find_changed."""
+    """Prints which versions, settings and kind of device a resume has changed, because they may
+    change bits of the results. changed: of find_changed."""
     changes = []
     for part in ('versions', 'settings', 'devices'):
         for name, (before, now) in changed.get(part, {}).items():
@@ -214,7 +217,7 @@ def say_what_differs(changed):
 
 
 def describe_data(sets):
-    """Describes the data sets of a run, a list of DataSets: see the head of this file."""
+    """Returns the `data` of a manifest, see the head of this file. sets: a list of DataSets."""
     described = []
     for one in sets:
         files = {}
@@ -228,7 +231,7 @@ def describe_file(array, sha256=None):
     """Describes a file of data that is open as an array: {'bytes', 'samples', 'sha256'}.
 
     samples: CRC-32 of blocks that are spread evenly over the file. sha256: of the whole file, as
-    its meta.json says; without one the key is left out."""
+    meta.json says; if None, the key is left out."""
     check_not_cut(array)
     content = array.reshape(-1).view(np.uint8)
     crc = 0
@@ -243,7 +246,8 @@ def describe_file(array, sha256=None):
 
 
 def spread_blocks(n_bytes):
-    """Returns where the blocks of describe_file start, from the first byte to the last one."""
+    """Returns the offsets in bytes at which the blocks of describe_file start. The first block is
+    at the start of the file, the last one at its end."""
     if n_bytes <= N_BLOCKS * BLOCK:
         return range(0, n_bytes, BLOCK)
     last = n_bytes - BLOCK
@@ -251,13 +255,13 @@ def spread_blocks(n_bytes):
 
 
 def describe_shortly(file):
-    """Returns a file of the manifest in one text."""
+    """Returns a text of the size and the digest of a file in the manifest."""
     return f"{file['bytes']:,} bytes, {file.get('sha256', file['samples'])[:8]}"
 
 
 def find_changes(before, now):
-    """Compares two `data` of manifests. Returns the differences as a list of texts. Names of
-    folders do not count."""
+    """Compares the `data` of two manifests. Returns the differences as a list of texts. The names
+    of the data sets are not compared."""
     if len(before) != len(now):
         return [f'{len(before)} data sets before, {len(now)} now']
     changes = []
@@ -273,7 +277,7 @@ def find_changes(before, now):
 
 
 def find_change(before, now):
-    """Says how a file of the manifest has changed, '' if it is the same as far as is known."""
+    """Returns how a file of the manifest has changed, '' if no change is known."""
     if not before or not now:
         return 'not there now' if before else 'not there before'
     if before['bytes'] != now['bytes']:
@@ -286,7 +290,8 @@ def find_change(before, now):
 
 
 def continue_data(run, data):
-    """Returns `earlier_data` of a run that is resumed with `data`; see open_manifest."""
+    """Returns the `earlier_data` of a run that is resumed with `data`. Raises UserError for changed
+    data that the user did not ask for; see open_manifest."""
     known = run.resumed.get('manifest')
     if not known:
         print('the checkpoint is of an earlier version and does not say of which data it is: they '
@@ -311,14 +316,14 @@ def continue_data(run, data):
 
 
 def begins_anew(manifest, iter_num):
-    """Whether a run that starts at this iteration has other data than before. Then the best
+    """Returns whether the data of a run change at iter_num, where it is resumed. Then the best
     validation loss of its checkpoint does not count."""
     return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 
 def val_digest(manifest):
-    """Returns a digest of the validation data: losses of equal digests can be compared. It does not
-    depend on whether meta.json has digests."""
+    """Returns a digest of the validation data. Losses can be compared if their digests are equal.
+    The digest does not depend on whether meta.json has digests."""
     files = []
     for one in manifest['data']:
         of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()

@@ -1,5 +1,5 @@
-"""--minutes to max_iters: the training step is timed before the run, which then starts as if the
-number of iterations had been given."""
+"""Turns --minutes into max_iters: times the training step before the run, which then starts as if
+the number of iterations had been given."""
 import math
 import time
 
@@ -9,16 +9,16 @@ from jax_train_utils import fitting_warmup
 
 FOR_SAVES = 0.02  # share of the time
 MEASURING = 0.03  # share of the time, at least one iteration
-FEW = 50  # iterations below which a line says so
+FEW = 50  # with fewer iterations than this, a line says so
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
-    """Times training steps and an evaluation. Returns how many iterations fit into the run's
+    """Times training steps and an evaluation. Returns the max_iters that fit into the run's
     minutes, counted from clock.started. All processes call this and get the same number.
 
-    state: like that of the run; it is used up. step: the compiled step. make_batch: a function of
-    an iteration. evaluate: one of a state. clock: a Stopwatch. stop: a StopSignal, of this
-    process."""
+    state: a TrainState like the run's; it is used up. step: the compiled step. make_batch: a
+    function of the iteration. evaluate: a function of the state. clock: a Stopwatch. stop: the
+    StopSignal of this process."""
     flags = run.flags
 
     # steps; the first one of a process takes longer
@@ -39,7 +39,7 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
     # the remaining time, without the evaluations at the start and at the end
     n = 0
-    if jax.process_index() == 0:  # the others take its number
+    if jax.process_index() == 0:  # the others take the number of process 0
         left = clock.started + 60 * flags['minutes'] * (1 - FOR_SAVES) - time.perf_counter()
         left -= 2 * eval_s
         fitting = int(left / (seconds + eval_s / flags['eval_interval']))
@@ -54,8 +54,7 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
 def say_if_few_iterations(flags, source, seconds):
     """Prints how many iterations fit if they are fewer than FEW, and what used up the time. flags:
-    of a run whose iterations were measured. source: of the training data. seconds: since the
-    start."""
+    of the run, with the max_iters that fit. source: the training data. seconds: since the start."""
     n = flags['max_iters']
     if n >= FEW:
         return
@@ -68,8 +67,8 @@ def say_if_few_iterations(flags, source, seconds):
 
 
 def time_iterations(state, step, make_batch, must_stop):
-    """Makes iterations, with the drawing of their batches, until must_stop(seconds since the first
-    one began). Returns (state, how many they were, seconds of each)."""
+    """Runs iterations, including the drawing of batches, until must_stop(seconds since the first
+    began) is true. Returns (state, number of iterations, mean seconds of one)."""
     n_timed = 0
     metrics = None
     is_last = False
@@ -86,7 +85,7 @@ def time_iterations(state, step, make_batch, must_stop):
 
 
 def first_batch(make_batch, iteration=0):
-    """Returns the next batch, from this iteration on, with a token that counts."""
+    """Returns the first batch from `iteration` on that has a token that counts in the loss."""
     batch = make_batch(iteration)
     while batch is None:
         iteration += 1

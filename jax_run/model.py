@@ -46,7 +46,7 @@ def with_block_size(config, block_size, source):
 
 
 def config_from_flags(flags, **more):
-    """Makes the GPTConfig that the model's flags mean, with `more` of its fields. n_inner is the
+    """Makes a GPTConfig from the model's flags; `more` sets fields without a flag. n_inner is the
     width of each expert too. Raises UserError for flags that do not go together."""
     names = (MODEL_FLAGS | {'dropout'}) - {'n_expert', 'n_expert_used'}
     fields = {name: flags[name] for name in names}
@@ -66,8 +66,8 @@ def config_from_flags(flags, **more):
 
 
 def flags_from_config(config, given=None):
-    """Returns the model's flags for a config that did not come from flags; fields without a flag
-    are left out. Raises UserError if flags `given` by the user, but for block_size, are others."""
+    """Returns the model's flags that describe a config; fields without a flag are left out. Raises
+    UserError if a flag in `given`, the user's flags, has another value, except block_size."""
     names = MODEL_FLAGS - {'n_expert', 'n_expert_used'}
     flags = {name: getattr(config, name) for name in names}
     flags['layer_types'] = ','.join(config.layer_types)

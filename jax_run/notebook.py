@@ -1,4 +1,4 @@
-"""Training from Python, in a notebook or another program: the script itself, in this process.
+"""Trains from Python, in a notebook or another program, by running train_jax.py in this process.
 
     from jax_run.notebook import compare, train
     model, metrics = train('config/train_pystdlib.py', dataset='mine', out_dir='out-mine')
@@ -26,11 +26,11 @@ SCRIPT = Path(__file__).parent.parent / 'train_jax.py'
 
 
 def train(config='', **flags):
-    """Trains as `python train_jax.py CONFIG --name=value ...` does, by the same script, and returns
-    (the model, as jax_text.load gives it; the records of metrics.jsonl), or None with eval_only.
+    """Trains as `python train_jax.py CONFIG --name=value ...` does. Returns (the model, as
+    jax_text.load gives it; the records of metrics.jsonl), or None with eval_only.
 
     In a notebook it shows loss.png, drawn again at each evaluation. An interrupt saves and returns
-    what has been trained; a second one ends it at once, without saving.
+    what has been trained; a second interrupt ends the training at once, without saving.
     Raises UserError for everything that the script refuses and for settings that come too late for
     this process, and KeyboardInterrupt if nothing has been saved."""
     check_process(flags)
@@ -74,7 +74,7 @@ def check_process(flags):
 
 
 def is_initialized():
-    """Whether JAX has looked for its devices; true where this version of JAX does not say."""
+    """Returns whether JAX has looked for its devices; True if this version of JAX does not say."""
     try:
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:
@@ -92,7 +92,8 @@ def notebook():
 
 @contextlib.contextmanager
 def watched():
-    """Collects the Run that begins meanwhile into a list, and in a notebook shows its loss.png."""
+    """Yields a list that gets the Run that begins inside the block. In a notebook it also shows the
+    run's loss.png."""
     runs = []
     shown = None
 
@@ -118,8 +119,8 @@ def watched():
 
 @contextlib.contextmanager
 def settings_kept():
-    """Restores at its end the settings that a script changes in its process: hooks, arguments,
-    output, levels of logging."""
+    """Restores, at the end of the block, the settings of this process that the script changes:
+    hooks, arguments, output, levels of logging, XLA_FLAGS."""
     names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
     saved = {name: getattr(sys, name) for name in names}
     output = {name: getattr(sys.stdout, name, None) for name in ('line_buffering', 'errors')}

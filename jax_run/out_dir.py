@@ -20,8 +20,9 @@ from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
 
 class OutDir:
-    """The folder of a run, locked from here until close() or the end of the process. An earlier run
-    in it is never overwritten by mistake: UserError."""
+    """The folder of a run, locked from here until close() or the end of the process. Raises
+    UserError if it holds an earlier run that is neither resumed nor to be overwritten
+    (--overwrite)."""
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
@@ -51,7 +52,7 @@ class OutDir:
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
         self.wandb_id = run.resumed['wandb_id'] if run.resumed else None
         is_first = jax.process_index() == 0
-        # wandb may refuse, which must not cost the earlier run
+        # wandb may refuse: it starts before the earlier run is deleted
         if flags['wandb_log'] and is_first:
             self.wandb_run = start_wandb(
                 project=flags['wandb_project'], name=flags['wandb_run_name'], id=self.wandb_id,
@@ -84,9 +85,9 @@ class OutDir:
         return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
-        """Saves a checkpoint of this iteration, except the iteration at which the run began: that
-        one is saved already, or has trained nothing. is_last: whether none follows. Raises
-        UserError if the parameters are not finite."""
+        """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
+        began: its checkpoint is there already, or nothing has been trained. is_last: whether this
+        is the last checkpoint. Raises UserError if the parameters are not finite."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -107,9 +108,9 @@ class OutDir:
     def record_val_loss(self, iter_num, val_loss):
         """Uploads the files of a run in a bucket, metrics.jsonl among them.
 
-        If the run was resumed at iter_num, adds val_loss to this checkpoint, because a signal may
-        have saved it without an evaluation: it can then be chosen as the best. Not if the data
-        changed there."""
+        If the run was resumed at iter_num, also adds val_loss to that checkpoint, because a signal
+        may have saved it without an evaluation. The checkpoint can then be chosen as the best. Adds
+        nothing if the data changed at iter_num."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -124,11 +125,10 @@ class OutDir:
     @contextlib.contextmanager
     def saved_on_failure(self, what, iter_num, state, best_val_loss):
         """Saves a checkpoint if the block fails, before the error ends the run: memory may run out,
-        wandb may be unreachable, data may be truncated. Not with several processes, because the
-        others wait for the one that has failed.
+        wandb may be unreachable, data may be truncated. With several processes it saves nothing,
+        because the others wait for the one that has failed.
 
-        what: the name of the block, for the message. state: of the end of iteration iter_num -
-        1."""
+        what: the name of the block, for the message. state: after iteration iter_num - 1."""
         try:
             yield
         except NotFinite:
@@ -144,7 +144,7 @@ class OutDir:
             raise
 
     def close(self):
-        """Gives the lock back: from here on nothing is written."""
+        """Closes metrics.jsonl and gives the lock back. Nothing is written afterwards."""
         if self.metrics_log:
             self.metrics_log.close()
         self.folder.upload()
@@ -153,11 +153,11 @@ class OutDir:
 
     @contextlib.contextmanager
     def writing(self, run, manifest, bpb_bytes):
-        """Begins to write this Run, see begin(), and completes, however the run ends, the
-        checkpoints saved so far. Data that have changed on the disk become a UserError that says
-        where the run can go on.
+        """Begins to write a run, see begin(). At the end of the block it completes the checkpoints
+        saved so far, even if the run fails. Raises UserError if data have changed on the disk; the
+        message says where the run can go on.
 
-        manifest: of open_manifest. bpb_bytes: see Data.bpb_bytes."""
+        run: a Run. manifest: of open_manifest. bpb_bytes: see Data.bpb_bytes."""
         self.begin(run, manifest, bpb_bytes)
         try:
             yield
@@ -184,7 +184,8 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints that a resumed run counts other bytes than before, if it does."""
+    """Prints a line if the bits per byte of a resumed run count other bytes than before. earlier,
+    now: values of Data.bpb_bytes."""
     if earlier != now:
         print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '
               'before: the data set was made anew, and the two do not compare')
@@ -206,12 +207,12 @@ def config_json_of(source):
 # the lock
 
 def lock_out_dir(out_dir, resumed_at=None):
-    """Locks out_dir for this run until the process ends, however it ends, and returns the open
-    file; out_dir/lock says who holds it. Raises UserError if another run holds the lock.
+    """Locks out_dir until the lock is closed or the process ends. Returns the lock in process 0,
+    None in the others; out_dir/lock says who holds it. Raises UserError if another run holds it, or
+    if a process does not see it: then the processes have different folders.
 
-    Several processes lock it together, which shows that all of them see the same folder. Damaged
-    checkpoints, newer than `resumed_at` or with unreadable metrics, are renamed to
-    <iteration>.damaged, out of Orbax's sight."""
+    Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them: those newer
+    than `resumed_at` and those with unreadable metrics."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
@@ -230,7 +231,7 @@ def lock_out_dir(out_dir, resumed_at=None):
 
 
 def set_damaged_aside(run, resumed_at):
-    """Renames the checkpoints in a run's folder that are damaged, see lock_out_dir."""
+    """Renames the damaged checkpoints of a run, see lock_out_dir. run: a DiskRun or BucketRun."""
     folder = run.files / 'ckpt'
     for step in list_steps(folder):
         path = folder / str(step)
@@ -242,8 +243,8 @@ def set_damaged_aside(run, resumed_at):
 
 
 def see_lock(run, out_dir, holder):
-    """Raises UserError unless this process sees the lock that process 0 holds. It waits up to 40 s:
-    an NFS client may show what another machine has written 30 s later."""
+    """Raises UserError unless this process sees the lock that process 0 holds. Waits up to 40 s,
+    because an NFS client may show the writes of another machine only 30 s later."""
     for _ in range(400):
         if run.is_locked_by(holder):
             return

@@ -1,5 +1,5 @@
-"""A run that starts from another model's weights, and the samples that a run makes of its own
-model. Training from scratch without --sample_prompt needs neither, and does not import this."""
+"""Starts a run from another model's weights, and samples the model of a run while it trains.
+Training from scratch without --sample_prompt needs neither, and does not import this."""
 import dataclasses
 import os
 
@@ -51,7 +51,7 @@ def pretrained_model(flags, given, meta, dtype):
     tokenizer = check_tokens(
         meta['tokenizer'], flags['dataset'], known, name, config.vocab_size)
 
-    # of conversations, the chat template that they were written by
+    # conversations keep the chat template that they were written with
     if meta['kind'] in ('chats', 'pairs') and meta['tokenizer']['kind'] == 'folder':
         of_data, own = (load_tokenizer(each).chat_template for each in (meta['tokenizer'], tokenizer))
         if of_data and of_data != own:
@@ -77,9 +77,9 @@ def pretrained_model(flags, given, meta, dtype):
 # a sample while training
 
 def open_sampler(run):
-    """Makes a function of a TrainState that continues --sample_prompt, as sample_jax.py would from
-    its checkpoint; '' of a model that has learned nothing yet. Raises UserError for a prompt that
-    cannot be continued."""
+    """Makes a function of a TrainState that returns a continuation of --sample_prompt, the one that
+    sample_jax.py would return for its checkpoint. It returns '' for a new model before its first
+    update. Raises UserError for a prompt that cannot be continued."""
     prompt = run.flags['sample_prompt']
     with in_all_processes():
         sampler = create_sampler(prompt, run.model, run.devices[0])
@@ -93,8 +93,8 @@ def open_sampler(run):
 
 
 def create_sampler(prompt, model, device):
-    """Returns the Model as a TextModel without parameters, on one device of the kind of `device`,
-    for sample_while_training. Raises UserError for a prompt that it cannot continue."""
+    """Returns the Model as a TextModel without parameters, for sample_while_training. It is on one
+    device of the same kind as `device`. Raises UserError for a prompt that it cannot continue."""
     layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     config = config_for_decoding(model.config, layout, model.config.dtype)
     sampler = TextModel({}, config, load_tokenizer(model.tokenizer), layout)
@@ -103,10 +103,11 @@ def create_sampler(prompt, model, device):
 
 
 def sample_while_training(sampler, state, lora, prompt, seed):
-    """Returns the beginning of the first sample that sample_jax.py would give with the parameters
-    of this TrainState, which do not change. All processes call this, and all get the text.
+    """Returns the first SAMPLE_TOKENS tokens, as a text, of the first sample that sample_jax.py
+    would return with the parameters of a TrainState. All processes call this, and all get the text.
+    The state stays unchanged.
 
-    lora: the LoRA entry of the checkpoint."""
+    sampler: of create_sampler. lora: the LoRA entry of the checkpoint."""
     # the parameters as decoding reads them, on one device
     params = jax.tree.map(whole_array, state.weights)
     if lora:

@@ -1,6 +1,6 @@
-"""What runs on the devices, put together in one place: a config with its kernels chosen for a
-Layout, the optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py call it;
-decoding takes config_for_decoding (jax_devices/choose.py)."""
+"""Puts together what runs on the devices: a config with its kernels chosen for a Layout, the
+optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py use it; decoding
+uses config_for_decoding (jax_devices/choose.py)."""
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from jax_transformer import GPTConfig
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a model is trained: flags of train_jax.py, which say what each means."""
+    """Options of training. They are flags of train_jax.py, which describes them."""
     seed: int = 1337
     optimizer: str = 'adamw'
     beta1: float = 0.9
@@ -32,18 +32,19 @@ class Options:
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the Options in {name: value}. Names that are not fields of Options are ignored."""
+        """Makes the Options from flags, {name: value}. Names that are not fields of Options are
+        ignored."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(**{name: flags[name] for name in names if name in flags})
 
 
 class Program(NamedTuple):
-    """What trains a model, as assemble returns it."""
+    """The config, the optimizer and the compiled steps of a training, as assemble returns them."""
     config: GPTConfig  # as it is executed: with its attention and its way of computing experts
     reasons: dict  # {'attention': why, 'experts': why, of a model that has some}
     layout: Layout
-    # state.schedule gives the learning rate: it is an argument of the compiled step, so that another
-    # schedule needs no compilation. The constant 0 here is never used
+    # The learning rate comes from state.schedule, an argument of the compiled step, so that another
+    # schedule needs no compilation. The constant 0 in tx is never used
     tx: optax.GradientTransformation
     step: Callable  # (state, batch) -> (state, metrics), under jit or pmap
     eval_step: Callable  # (params, batch) -> sums
@@ -52,8 +53,8 @@ class Program(NamedTuple):
 def assemble(config, layout, options, objective=language_model, *, packed=False):
     """Returns the Program that trains this config on the devices of a Layout.
 
-    packed: whether rows of the data hold several conversations. Raises UserError if the
-    devices cannot split or compute it."""
+    packed: whether rows of the data hold several conversations. Raises UserError if the devices
+    cannot split or compute the model."""
     # the config, as it is executed
     attention, reason = choose_attention(
         options.attention, config, layout.devices[0], tensor=layout.tensor, context=layout.context,

@@ -1,5 +1,5 @@
-"""Reads the parameters of a run from a checkpoint, or LoRA's updates; jax_run/load.py merges these
-into their base."""
+"""Reads the parameters of a run from a checkpoint, or LoRA's updates. jax_run/load.py merges
+updates into their base."""
 import os
 
 import jax
@@ -11,9 +11,9 @@ from jax_transformer import GPTConfig, init_params
 
 
 def restore_run(out_dir, which, layout, base):
-    """Loads the best or latest checkpoint of a run: (config, params, the LoRA entry of move_base,
-    metadata). With LoRA, params holds only the updates. Raises UserError if there is no
-    checkpoint."""
+    """Restores a checkpoint of a run: (config, params, LoRA entry, metadata). With LoRA, params
+    holds only the updates. which: 'best' or 'latest'. base: see move_base; '' to keep the known
+    place. Raises UserError if there is no checkpoint."""
     step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
@@ -22,10 +22,10 @@ def restore_run(out_dir, which, layout, base):
 
 
 def restore_params(out_dir, step, config, meta, layout):
-    """Restores the parameters of a checkpoint, or LoRA's updates alone if it is of a LoRA run,
-    where `layout` puts them: of several sets of weights, as with --ema, the last. config, meta: the
-    model's config and its metadata. Raises UserError if they make no model, or if it does not
-    fit."""
+    """Restores the parameters of a checkpoint, sharded as `layout` says: of a LoRA run its updates
+    alone, of several sets of weights (--ema) the last. config, meta: the config of the model and
+    the metadata of the checkpoint. Raises UserError if no model can be built from them, or if the
+    checkpoint does not fit it."""
     try:
         params = layout.abstract_state(make_params, config, meta.get('lora'))
     except (OverflowError, TypeError, ValueError) as error:
@@ -36,7 +36,8 @@ def restore_params(out_dir, step, config, meta, layout):
 
 
 def make_params(config, lora):
-    """Makes new parameters of a model, or of the updates of LoRA: for their shapes."""
+    """Makes new parameters of a model, or new updates of LoRA, of which only the shapes are
+    used."""
     if not lora:
         return init_params(jax.random.key(0), config)
     from jax_train_utils import create_updates  # sampling needs no training
@@ -44,8 +45,8 @@ def make_params(config, lora):
 
 
 def move_base(lora, base):
-    """Returns the LoRA entry of a checkpoint, with the present place of its base. Raises UserError
-    for a base without LoRA."""
+    """Returns the LoRA entry of a checkpoint with `base` as the place of its base model. Raises
+    UserError if the run has no LoRA."""
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)
@@ -55,14 +56,14 @@ def move_base(lora, base):
 
 
 def full_path(source):
-    """Returns the absolute path of a model's folder or file, which a checkpoint can remember; a
-    hub's name as it is."""
+    """Returns the absolute path of a model's folder or file, which a checkpoint can keep. The name
+    of a model on a hub is returned unchanged."""
     on_disk = os.path.expanduser(source)
     return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
 
 
 class OnHost:
-    """Stands for a layout over devices where parameters stay in the memory of the host."""
+    """Takes the place of a Layout where parameters stay in the memory of the host."""
 
     @staticmethod
     def device_put(tree):
@@ -70,6 +71,7 @@ class OnHost:
 
     @staticmethod
     def abstract_state(make, *args):
-        """Returns a tree like make(*args) of arrays with any content; make is not run."""
+        """Returns a tree of arrays with the shapes and dtypes of make(*args) and any content. make
+        is traced, not computed."""
         tree = jax.eval_shape(lambda: make(*args))
         return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)

@@ -1,27 +1,29 @@
-"""The samples of sample_jax.py: rows to batches, and a file that a killed command continues."""
+"""Splits the rows of sample_jax.py into batches, and writes a file that a killed command
+continues."""
 import hashlib
 import json
 import os
 
 from jax_flags import UserError, read_text, write_text
 
-# the flags that no text depends on; what `start` gives is in the prompts
+# flags that do not change the texts; `start` does, and the digest has the prompts that it gives
 WITHOUT_EFFECT = {
     'output', 'batch_size', 'start', 'each_line', 'device', 'compile', 'stream', 'speed', 'host', 'allow', 'serve',
     'coordinator_address', 'num_processes', 'process_id'}
 
 
 def digest_flags(flags, title, prompts):
-    """Returns a digest of the flags, the title of the model, and the ids of the prompts: the texts
-    depend on these."""
+    """Returns a digest of what the texts depend on: the flags, the title of the model, and the ids
+    of the prompts."""
     values = {name: value for name, value in flags.items() if name not in WITHOUT_EFFECT}
     content = json.dumps([values, title, prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):
-    """Returns batches of at most batch_size rows (number of the prompt, number of its sample) that
-    are not done. Rows of similar length share a batch; within it they are in order."""
+    """Splits the rows that are not in `done` into batches of at most batch_size. A row is (number
+    of the prompt, number of its sample). Rows of similar length share a batch, in which they are
+    sorted."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
@@ -29,10 +31,11 @@ def split_rows(prompts, num_samples, batch_size, done=()):
 
 
 class SampleFile:
-    """A file of samples, a line of JSON each; each batch is appended.
+    """A file of samples, one JSON object per line. Each batch is appended.
 
-    done: {(number of the prompt, number of the sample): the line} that an earlier command with the
-    same flags had written before it was killed. Raises UserError for a file of other flags."""
+    `done` holds the lines that an earlier command with the same flags had written before it was
+    killed: {(number of the prompt, number of the sample): line}. Raises UserError for a file of
+    other flags."""
 
     def __init__(self, path, digest):
         self.path = path
@@ -41,14 +44,15 @@ class SampleFile:
         if os.path.exists(path) and not os.path.isfile(path):
             return  # a pipe, or /dev/stdout
         if os.path.exists(path):
-            *lines, _ = read_text(path, newline='').split('\n')  # the last one is not whole
+            *lines, _ = read_text(path, newline='').split('\n')  # the last is incomplete or empty
             for line in lines:
                 self.keep(line)
         write_text(path, ''.join(f'{json.dumps(line, ensure_ascii=False)}\n'
                                  for line in self.done.values()))
 
     def keep(self, text):
-        """Keeps a line of an earlier command."""
+        """Puts a line of an earlier command into `done`. Raises UserError if it is of other
+        flags."""
         try:
             line = json.loads(text)
             is_ours = line['flags'] == self.digest
@@ -61,7 +65,7 @@ class SampleFile:
         self.done[row] = line
 
     def append(self, lines):
-        """Writes {(number, index): line} of a batch."""
+        """Appends the lines of a batch, {(number of the prompt, number of the sample): line}."""
         texts = []
         for (number, index), line in lines.items():
             line = {**line, 'index': index, 'number': number, 'flags': self.digest}
@@ -70,7 +74,7 @@ class SampleFile:
             file.write(''.join(texts))
 
     def finish(self):
-        """Sorts the lines by prompt when all are there."""
+        """Sorts the lines of the file by prompt, when all samples are there."""
         if not os.path.isfile(self.path):
             return
         lines = {}

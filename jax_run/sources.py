@@ -1,12 +1,12 @@
-"""Token files to batches: the kinds of data there are, each a class with the same methods.
+"""Turns token files into batches. Each kind of data is a class with the same methods:
 
     draw(numbers, rows)         the sequences of these numbers in the run's endless shuffled stream
     evaluation(n_rows, ...)     the sequences that every evaluation reads, and what is in them
     read(places)                the batch of sequences at these places of the files
     count_passes(n_sequences)   how often the run reads the data
 
-A batch is a function of the seed and of the numbers of its sequences alone. So a run that is
-resumed continues with the next sequence, and the same run on more devices sees the same data."""
+A batch depends only on the seed and the numbers of its sequences. So a run that is resumed
+continues with the next sequence, and the same run on more devices sees the same data."""
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from jax_run.data import (
     byte_scale, check_not_cut, load_dataset, load_dataset_meta, load_digests, load_ends, load_masks,
     relative_path)
 
-DATA = 0  # the purpose of these random numbers, beside the seed; DROPOUT has another
+DATA = 0  # goes into the seed of the random numbers for data; those of dropout have DROPOUT
 
 # the values of a mask, a byte for each token
 COUNTS = 1  # it counts in the loss, as an assistant's tokens do
@@ -41,7 +41,8 @@ class Order(NamedTuple):
     n_offsets: int = 0
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places, int64 [B], of these numbers, int64 [B], of the stream."""
+        """Returns the places, int64 [B], at which the stream has the sequences `numbers`, int64
+        [B]."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -52,14 +53,15 @@ class Order(NamedTuple):
 
 
 def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
-    """Shuffles an epoch of an Order: (its offset, its order in the smallest unsigned integers). The
-    latest two epochs of each Order are kept: at the end of one an iteration reads both."""
+    """Shuffles an epoch of an Order. Returns (offset, permutation of 0 .. n - 1 in the smallest
+    unsigned integer type). The latest two epochs of each Order are cached, because an iteration at
+    the end of an epoch reads both."""
     return epochs_of(order)(epoch)
 
 
 @functools.lru_cache(maxsize=1024)
 def epochs_of(order: Order) -> Callable:
-    """Returns a function of an epoch, see shuffle, which keeps two."""
+    """Returns shuffle_epoch for one Order: a function of the epoch that caches two results."""
     return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
 
 
@@ -70,9 +72,9 @@ def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
 
 
 def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
-    """Returns the Order of windows of block_size + 1 tokens, which share their last token with the
-    next one's first: one less than fit, if several do, so that there are block_size offsets or
-    more."""
+    """Returns the Order of windows of block_size + 1 tokens. The last token of a window is the
+    first of the next. If several windows fit, there is one less than fit, so that there are at
+    least block_size offsets."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
@@ -81,11 +83,11 @@ def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, i
                   rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Draws the sequences of one iteration: x and y, int32 [n_rows, block_size].
 
-    tokens: an array [n_tokens]. rows: the numbers of the rows to return, all by
-    default. A pure function of its arguments: sequences iteration * n_rows and following of an
-    endless shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows at
-    random: an epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration
-    means other sequences."""
+    tokens: an array [n_tokens]. rows: the numbers of the rows to return, all by default. A pure
+    function of its arguments: returns the sequences from iteration * n_rows on of an endless
+    shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows at random: an
+    epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration means other
+    sequences."""
     rows = np.arange(n_rows) if rows is None else rows
     windows = Windows(tokens, block_size=block_size, seed=seed)
     return windows.get(tokens, windows.locate(iteration * n_rows + rows))
@@ -128,17 +130,17 @@ class Windows:
         return window_order(len(self.tokens), self.block_size, seed)
 
     def get(self, array: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns x and y, int32 [B, block_size], of the tokens or their mask: the windows from
-        these places on, and these shifted by one."""
+        """Returns x and y, int32 [B, block_size]: the windows of `array` that start at `places`,
+        and the same shifted by one token. array: the tokens or their mask."""
         check_not_cut(array)
         windows = array[places[:, None] + np.arange(self.block_size + 1)].astype(np.int32)
         return windows[:, :-1], windows[:, 1:]
 
     def read(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the sequences at these places, [B].
+        """Reads the sequences at `places`, [B].
 
-        Returns {'x', 'y' int32 [B, block_size]} and, where there is a mask, 'weight' float32: 1
-        for targets that count, 0 for others. Raises UserError for an id outside the vocabulary."""
+        Returns {'x', 'y' int32 [B, block_size]} and, if there is a mask, 'weight' float32: 1 for
+        targets that count, 0 for others. Raises UserError for an id outside the vocabulary."""
         x, y = self.get(self.tokens, places)
         check_ids(x, y, self.vocab_size, self.split)
         batch = {'x': x, 'y': y}
@@ -147,12 +149,12 @@ class Windows:
         return batch
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask: {'weight'}, see read()."""
+        """Reads the mask at `places`: {'weight'}, see read()."""
         _, mask_y = self.get(self.mask, places)
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places of the sequences of these numbers in the stream of the run."""
+        """Returns the places of the sequences with these numbers in the run's stream."""
         return self.order.locate(numbers)
 
     def count(self, places: np.ndarray) -> int:
@@ -162,11 +164,11 @@ class Windows:
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
-        """Draws a batch: of the sequences of these numbers, those at the indices `rows`.
+        """Draws a batch: the sequences numbers[rows] of the run's stream.
 
-        Returns a batch as read() does. Weights have a mean of 1 over all `numbers`. So the mean of
-        the weighted losses is the mean over the tokens that count, for every split into
-        micro-batches and over devices. None if no token counts."""
+        Returns a batch as read() does, or None if no token of all `numbers` counts. Weights have a
+        mean of 1 over all `numbers`. So the mean of the weighted losses is the mean over the tokens
+        that count, however the batch is split into micro-batches and over devices."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
@@ -174,7 +176,7 @@ class Windows:
         return scale_weights(batch, self.count(places), len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns how often reading n_sequences reads all sequences of the split."""
+        """Returns the number of passes over the split in n_sequences sequences."""
         return n_sequences / self.order.n
 
     def spread(self, n_rows: int) -> np.ndarray:
@@ -186,7 +188,7 @@ class Windows:
         """Chooses the n_rows sequences that every evaluation reads, and counts their tokens and
         bytes.
 
-        token_bytes: the bytes of each token id, for bits per byte; None without these. Raises
+        token_bytes: the bytes of each token id, for bits per byte; None to count no bytes. Raises
         UserError if none of the tokens counts."""
         places = self.spread(n_rows)
         if self.mask is None and token_bytes is None:
@@ -227,7 +229,7 @@ class Rows(Windows):
         return rows[:, :-1], rows[:, 1:]
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask: {'weight', 'start', 'padding'}, see GPT.loss."""
+        """Reads the mask at `places`: {'weight', 'start', 'padding'}, see GPT.loss."""
         mask = self.mask[places]
         weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
@@ -241,8 +243,9 @@ class Rows(Windows):
 
 
 def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
-    """Returns the batch with weights of a mean of 1 over the n_targets targets of its iteration, of
-    which n_counted count; None if none counts."""
+    """Scales the weights of a batch to a mean of 1 over the targets of its iteration, and returns
+    the batch; None if no target counts. n_targets, n_counted: all targets of the iteration, and
+    those that count in the loss."""
     if not n_counted:
         return None
     batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
@@ -250,14 +253,14 @@ def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
 
 
 def find_starts(mask_x: np.ndarray) -> np.ndarray:
-    """Finds where in its row the conversation of each token starts, int32."""
+    """Returns the position in its row at which the conversation of each token starts, int32."""
     position = np.arange(mask_x.shape[1], dtype=np.int32)
     return np.maximum.accumulate(np.where(mask_x == STARTS, position, 0), axis=1)
 
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
-    """Finds the padding of rows, bool: what starts last and has no token that counts, as each
-    conversation has one."""
+    """Returns which tokens of packed rows are padding, bool. The last part of a row is padding if
+    none of its tokens counts: each conversation has one that counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)
@@ -265,8 +268,8 @@ def find_padding(mask: np.ndarray) -> np.ndarray:
 
 
 def check_ids(x: np.ndarray, y: np.ndarray, vocab_size: int, split: str) -> None:
-    """Raises UserError if sequences of a split hold an id that is not below vocab_size:
-    load_dataset trusts meta.json."""
+    """Raises UserError if sequences of a split hold an id that is not below vocab_size.
+    load_dataset has not checked this: it trusts meta.json."""
     if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
         raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, '
                         'which meta.json denies: they have been changed; run the prepare.py of '
@@ -280,7 +283,7 @@ class Pairs(Windows):
     Sequences 2 p and 2 p + 1 of the stream are a pair, padded at their ends.
 
     ends: where each conversation ends in the tokens. mask: COUNTS for the answers.
-    length_normalized: a token weighs 1 / number of tokens of its answer, not 1.
+    length_normalized: whether a token weighs 1 / number of tokens of its answer, instead of 1.
     Raises UserError if no pair fits."""
     def __init__(self, tokens: np.ndarray, mask: np.ndarray, ends: np.ndarray, *,
                  length_normalized: bool, block_size: int, split: str, **options: Any):
@@ -301,7 +304,7 @@ class Pairs(Windows):
         return Order(len(self.fitting), seed)
 
     def read(self, conversations: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the conversations of these numbers, [B], each padded to a row.
+        """Reads `conversations`, an array of their numbers [B], and pads each to a row.
 
         Returns {'x', 'y' int32, 'weight' float32, 'padding' bool [B, block_size]}."""
         check_not_cut(self.tokens)
@@ -330,7 +333,7 @@ class Pairs(Windows):
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
-        """Draws the sequences of these numbers at the indices `rows`; see read()."""
+        """Draws the sequences numbers[rows] of the run's stream; see read()."""
         return self.read(self.locate(numbers[rows]))
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
@@ -342,10 +345,10 @@ class Pairs(Windows):
 
 
 class Mixture:
-    """Several splits; each has its fraction of the sequences.
+    """A mixture of splits; each part has its fraction of the sequences.
 
-    parts: sources. fractions: of each, which sum to 1. Each part has a stream of its own. If one
-    has a mask, all have."""
+    parts: sources, each with a stream of its own. fractions: of the parts; they sum to 1. Either
+    all parts have a mask, or none."""
     def __init__(self, parts: list[Windows], fractions: list[float]):
         self.parts = parts
         self.fractions = fractions
@@ -357,7 +360,7 @@ class Mixture:
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
-        """Draws a batch, as Windows.draw."""
+        """Draws a batch, as Windows.draw does."""
         which, own = assign(numbers, self.fractions)
         batch = {}
         for k in np.unique(which[rows]):
@@ -371,7 +374,7 @@ class Mixture:
         if 'weight' not in batch:
             return batch
         if self.is_packed:
-            # a step is compiled for the names of its batch, which may have no packed row
+            # a compiled step expects the same names in every batch, also in one without packed rows
             for name, dtype in (('start', np.int32), ('padding', bool)):
                 batch.setdefault(name, np.zeros(batch['x'].shape, dtype))
         n_counted = 0
@@ -380,7 +383,7 @@ class Mixture:
         return scale_weights(batch, n_counted, len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns the most passes over one of the parts."""
+        """Returns the number of passes over the part that is read most often."""
         passes = []
         for part, fraction in zip(self.parts, self.fractions):
             passes.append(part.count_passes(fraction * n_sequences))
@@ -443,10 +446,11 @@ class Data(NamedTuple):
 
 def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: int,
               length_normalized: bool = False) -> Data:
-    """Opens the data sets of {folder: fraction}, whose meta.json is load_mixture_meta's.
+    """Opens the data sets of a run. Returns Data.
 
-    length_normalized: of pairs. All processes call it; open_manifest compares what they have.
-    Returns Data. Raises UserError for files that are missing or damaged."""
+    shares, meta: of load_mixture_meta. length_normalized: see Pairs. All processes call this;
+    open_manifest compares the data that they have. Raises UserError for files that are missing or
+    damaged."""
     options = dict(block_size=block_size, seed=seed, vocab_size=meta['vocab_size'])
     with in_all_processes():
         if meta['kind'] == 'pairs':
@@ -478,8 +482,8 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
 
 
 def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
-    """Opens data sets of texts or conversations: a list of DataSets. If one has masks, all have:
-    every token of the others counts. options: of the sources."""
+    """Opens data sets of texts or conversations: a list of DataSets. If one of them has masks, the
+    others get masks in which every token counts. options: arguments of the sources."""
     tokens = {}
     masks = {}
     for folder in shares:
@@ -511,7 +515,7 @@ def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: A
 
 
 def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
-    """Opens a data set of pairs: a DataSet. options: of the sources."""
+    """Opens a data set of pairs: a DataSet. options: arguments of the sources."""
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}

@@ -1,4 +1,4 @@
-"""What generations have cost: seconds, tokens per second, share of the memory bandwidth."""
+"""Reports what generations have cost: seconds, tokens per second, share of the memory bandwidth."""
 import time
 
 import jax
@@ -10,11 +10,11 @@ from jax_transformer import cache_bytes, without_tables
 
 
 def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype, is_detailed):
-    """Returns lines on the time of compilation, prefill and decoding, and on the bandwidth: a
-    decode step reads all weights and the KV cache.
+    """Returns lines on the time of compilation, prefill and decoding, and on the memory bandwidth,
+    because a decode step reads all weights and the KV cache.
 
-    started: time.perf_counter() when the script started. imports_s: seconds that its imports
-    took."""
+    started: time.perf_counter() when the script started. imports_s: seconds that its imports took.
+    is_detailed: whether to return more than one line and the drafts."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -53,8 +53,8 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
 
 
 def report_decoding(model, generations, n_new):
-    """Returns the lines on decoding, '' if all ended with their first tokens. n_new: the number of
-    tokens generated in all."""
+    """Returns the lines on decoding, '' if all generations ended with their first token. n_new: the
+    number of tokens generated in all."""
     # the first lap of a generation is its prefill and first step, and does not count
     decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
     if not decode_s:
@@ -90,13 +90,13 @@ def report_decoding(model, generations, n_new):
 
 
 def leaves_context(config, generations):
-    """Whether a row is longer than the positions that the model has learned."""
+    """Returns whether a row is longer than the positions that the model has learned."""
     longest = max(int(generation.result.lengths.max()) for generation in generations)
     return config.position == 'learned' and longest > config.block_size
 
 
 def describe_drafts(generations):
-    """Returns the line on drafts, '' without any."""
+    """Returns the line on drafts, '' if there were none."""
     results = [generation.result for generation in generations]
     drafted = sum(result.drafted for result in results)
     accepted = sum(result.accepted for result in results)
@@ -109,9 +109,9 @@ def describe_drafts(generations):
 
 
 def bytes_read_per_step(params, config, n_tokens):
-    """Returns the bytes of parameters that a decode step reads for n_tokens tokens of all rows. A
-    table's rows are left out. Of experts the step reads the chosen ones: their expected number is
-    taken, see expected_experts."""
+    """Returns the bytes of parameters that a decode step reads for n_tokens tokens of all rows.
+    Tables, of which it looks up single rows, are left out. Of experts it reads those that tokens
+    choose: expected_experts says how many."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert

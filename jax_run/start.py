@@ -1,7 +1,8 @@
-"""Flags to the run to start from: from scratch, from a pretrained model, or where a run ended.
+"""Decides where a run starts, from its flags: from scratch, from a pretrained model, or where an
+earlier run ended.
 
-What a resume restores, and where from (out_dir/ckpt/<iteration> holds the checkpoint, of which
-`meta` is the JSON part):
+What a resume restores, from where, and by which function (out_dir/ckpt/<iteration> holds the
+checkpoint; `meta` is its JSON part):
 
 | what | from | by |
 |---|---|---|
@@ -19,7 +20,7 @@ What a resume restores, and where from (out_dir/ckpt/<iteration> holds the check
 | float16's loss scale; another dtype begins anew | checkpoint | `start_state` |
 | LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
 | metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
-| the data are those of its manifest, or --dataset is given | meta | `open_manifest` |
+| the data: those of the manifest, unless --dataset is given | meta | `open_manifest` |
 | damaged later checkpoints are renamed to <iteration>.damaged | out_dir | `lock_out_dir` |
 | the learning rate | nothing | a function of the number of updates |
 | data order, dropout | nothing | functions of seed and iteration |
@@ -70,7 +71,7 @@ FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
 class Run:
     """The start of a run, as open_run returns it."""
     flags: dict  # all of them, as the checkpoints of this run hold them
-    given: dict  # the user's
+    given: dict  # the flags that the user gave
     devices: list
     dtype: str  # dtype of computation; flags['dtype'] may be 'auto'
     resumed: dict | None  # the metadata of the checkpoint that is continued
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def iter_num(self):
-        """Iterations made when it starts."""
+        """The number of iterations made before this run starts."""
         return self.resumed['iter_num'] if self.resumed else 0
 
     @property
@@ -95,7 +96,7 @@ class Run:
         return self.meta['kind'] == 'pairs'
 
     def with_iterations(self, n):
-        """Returns the Run of n iterations, with a schedule of as many."""
+        """Returns the Run of n iterations, with a schedule that ends after n."""
         warmup = fitting_warmup(self.flags['warmup_iters'], n)
         flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
         return dataclasses.replace(self, flags=flags, has_length=True)
@@ -108,16 +109,16 @@ class Run:
 def open_run(flags, given):
     """Decides what the run starts from: scratch, a pretrained model, LoRA on one, or a checkpoint.
 
-    flags, given: of read_flags. Returns a Run. Nothing is written; all processes call it, and must
-    agree. Raises UserError for flags that are out of range, or ask for another architecture or
-    optimizer than the checkpoint's; for missing devices; and for a model or a data set that is
-    missing or does not fit the other."""
+    flags, given: of read_flags. Returns a Run. Writes nothing. All processes call this, and must
+    agree. Raises UserError for flags that are out of range, or that ask for another architecture or
+    optimizer than the checkpoint's. Also raises it for missing devices, and for a model or a data
+    set that is missing or does not fit the other."""
     # the flags; a resumed run has its checkpoint's, overridden by the flags given now
     flags = {**flags, 'init_from': choose_init_from(flags)}
     resumed = None
     if flags['init_from'] == 'resume':
         _, resumed = choose_checkpoint(flags['out_dir'])
-        # flags that are newer than the checkpoint are as its model says
+        # flags that the checkpoint does not have yet get their values from its model
         model_flags = flags_from_config(GPTConfig(**resumed['model']))
         flags = merge_resumed_flags(flags, given, {**model_flags, **resumed['flags']})
     if resumed or not flags['minutes']:
@@ -151,14 +152,16 @@ def open_run(flags, given):
         from jax_run.pretrained import pretrained_model  # scratch needs none of it
         model, flags = pretrained_model(flags, given, meta, dtype)
 
-    # --minutes has yet to measure the length of a new run, and of one that was stopped before that
+    # --minutes has yet to measure the length of a new run, or of a run that was stopped before it
+    # was measured
     is_measured = flags['minutes'] > 0 and not (resumed and flags['max_iters'])
     return Run(flags, given, devices, dtype, resumed, shares, meta, model,
                has_length=not is_measured)
 
 
 def check_init_from(source):
-    """Raises UserError for a word, file or folder that is not there, before the data is opened."""
+    """Raises UserError unless init_from is a known word, a name on the hub, or a file or folder
+    that exists. Called before the data is opened."""
     words = ('scratch', 'resume', 'auto')
     is_there = is_in_bucket('init_from', source) or os.path.exists(os.path.expanduser(source))
     if source in words or is_hub_name(source) or is_there:
@@ -184,7 +187,8 @@ def new_model(flags, meta, dtype):
 
 
 def continued_model(flags, given, resumed, meta, dtype):
-    """Returns the Model of a run that is resumed."""
+    """Returns the Model of a run that is resumed. Raises UserError if the data set has other
+    tokens."""
     out_dir = flags['out_dir']
 
     # the model; only without learned positions may block_size be another
@@ -212,8 +216,8 @@ def continued_model(flags, given, resumed, meta, dtype):
 
 
 def print_what_is_left(flags, given, iter_num):
-    """Says of a resumed run that has no iterations left what makes it longer, and of one that was
-    made longer without its schedule that the learning rate stays low."""
+    """Prints how to make a resumed run longer, if it has no iterations left. If it was made longer
+    without its schedule, prints that the learning rate stays low."""
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
     decays = decays_learning_rate(flags)
     if iter_num >= max_iters:
@@ -254,10 +258,10 @@ def check_fits(run, micro_batch):
 
 def open_program(run, data, layout, objective):
     """Builds the Program of a run from its flags, its data, its model and the devices. Raises
-    UserError if the devices cannot split or compute it.
+    UserError if the devices cannot split or compute the model.
 
-    Checkpoints hold run.model.config.architecture(): a RoPE model keeps its context, and trains
-    here with sequences of block_size."""
+    It trains with sequences of block_size. A RoPE model keeps a longer context in its checkpoints,
+    which hold run.model.config.architecture()."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)
@@ -267,21 +271,22 @@ def open_program(run, data, layout, objective):
 
 
 def state_without_params(*args):
-    """create_train_state(*args) without the parameters: under jit they are then not computed."""
+    """Returns create_train_state(*args) without the parameters: under jit they are then not
+    computed."""
     return create_train_state(*args).replace(params=None)
 
 
 def start_state(run, program):
-    """Makes the first TrainState: the checkpoint's, or a new one, with the parameters of the
-    pretrained model if there is one. Returns (state, run): with LoRA, that
-    model's parameters are frozen, and the run's model.lora has their checksum."""
+    """Makes the first TrainState of a run: the checkpoint's, or a new one. A new one has the
+    parameters of the pretrained model, if there is one. Returns (state, run). With LoRA, the
+    parameters of its base are frozen, and run.model.lora has their checksum."""
     flags, model = run.flags, run.model
     config, layout, tx = program.config, program.layout, program.tx
     key = jax.random.key(flags['seed'])
     lora_rank = model.lora['rank'] if model.lora else 0
     means = [name for name in WEIGHTS[1:] if flags[name]]
 
-    # the state of a checkpoint, in the form that it was saved in: of float16, with a loss scale
+    # the state of a checkpoint, in the form that it was saved in: float16 has a loss scale
     if run.resumed:
         saved = dataclasses.replace(model.config, dtype=run.resumed['model']['dtype'])
         abstract = layout.abstract_state(create_train_state, key, saved, tx, lora_rank)
@@ -312,12 +317,12 @@ def start_state(run, program):
         run = run.with_lora({**model.lora, 'checksum': checksum})
         state = state.replace(frozen=frozen)
 
-    # a running mean begins where training, or its flag, begins
+    # a running mean (--ema) that the state lacks begins with the present parameters
     for name in means:
         if getattr(state, name) is None:
             state = state.replace(**{name: jax.tree.map(jnp.copy, state.params)})
 
-    if not run.has_length:  # --minutes: the numbers follow later
+    if not run.has_length:  # --minutes: a valid schedule, until the length is measured
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
     schedule = layout.device_put(schedule_from_flags(flags))
     # apply_fn is a new object in every state, and a compiled step accepts only the one that it was
@@ -329,8 +334,8 @@ def start_state(run, program):
 # flags
 
 def choose_init_from(flags):
-    """Returns the flag init_from, for 'auto' 'resume' or 'scratch'. All processes must see the same
-    checkpoints."""
+    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. All processes must
+    see the same checkpoints."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():
@@ -346,8 +351,8 @@ def choose_init_from(flags):
 
 
 def check_training_flags(flags, given):
-    """Raises UserError for flags that are out of range, and warns of odd ones and of ones without
-    an effect."""
+    """Raises UserError for flags that are out of range. Prints a warning for odd flags, and for
+    flags without an effect."""
     for name, why in (('compile', 'JAX always compiles'),
                       ('backend', 'JAX chooses how devices communicate')):
         if name in given:
@@ -373,13 +378,13 @@ def with_whole_schedule(flags):
 
 
 def merge_resumed_flags(flags, given, saved):
-    """Returns the flags of a resumed run: `saved`, overridden by `given`. With another batch_size the
-    run continues at another place in the data.
+    """Returns the flags of a resumed run: `saved`, overridden by `given`. With another batch_size
+    the run continues at another place in the data.
 
-    flags: all flags, as read_flags returns them: for NOT_RESUMED, and where the checkpoint lacks
-    one. given: those of the command line and the config file. saved: those of the checkpoint.
-    Raises UserError for another optimizer, architecture or --minutes, and if `saved` has flags
-    that were removed or a value of a wrong type."""
+    flags: all flags, as read_flags returns them, for NOT_RESUMED and for flags that the checkpoint
+    lacks. given: those of the command line and the config file. saved: those of the checkpoint.
+    Raises UserError for another optimizer, architecture or --minutes, and if `saved` has flags that
+    were removed or a value of a wrong type."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions
@@ -415,7 +420,7 @@ def merge_resumed_flags(flags, given, saved):
 
 
 def check_removed_flags(out_dir, saved):
-    """Raises UserError if a run was trained with what this version no longer has."""
+    """Raises UserError if a run was trained with a flag or an optimizer that this version lacks."""
     used = [name for name, off in REMOVED.items() if saved.get(name, off) != off]
     if saved.get('optimizer') in REMOVED_OPTIMIZERS:
         used.append('optimizer')
@@ -425,8 +430,7 @@ def check_removed_flags(out_dir, saved):
 
 
 def schedule_from_flags(flags):
-    """Makes the Schedule of the learning rate that the flags mean. Raises UserError if there is
-    none."""
+    """Makes the learning rate Schedule from the flags. Raises UserError if they make none."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
         lr_decay_iters=flags['lr_decay_iters'], min_lr=flags['min_lr'],

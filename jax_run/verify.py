@@ -1,5 +1,5 @@
-"""--verify: trains again from one kept checkpoint of a run to the next, and compares the result
-with the run's own: every bit of the weights and of the optimizer's state, and each loss of
+"""Implements --verify: trains again from one kept checkpoint of a run to the next, and compares the
+result with the run's own: every bit of the weights and of the optimizer's state, and each loss of
 metrics.jsonl."""
 import dataclasses
 import hashlib
@@ -18,13 +18,13 @@ from jax_run.manifest import (
 from jax_run.restore import OnHost, restore_run
 from jax_run.start import start_state
 
-# By how much losses may differ where another kind of machine computes: some ten times as much as
-# was measured over 200 iterations, because a difference grows with them (docs/runs.md, Verify).
+# The largest difference of losses that is accepted on another kind of machine. It is some ten times
+# what was measured over 200 iterations, because it grows with them (docs/runs.md, Verify).
 BOUND = 0.02
 
 
 class Interval(NamedTuple):
-    """From one kept checkpoint to the next; `first` 0 is the start of the run."""
+    """The iterations from one kept checkpoint to the next; `first` 0 is the start of the run."""
     first: int
     last: int
 
@@ -57,12 +57,12 @@ class Logged(NamedTuple):
 
 
 def verify_run(run, data, program, make_batch, evaluate):
-    """Verifies a resumed Run, with --verify=N the last N of its intervals: prints a line for each,
-    after what differs by name. Nothing is written.
+    """Verifies the last N intervals of a resumed Run, for --verify=N. Prints which files, versions
+    and flags differ, and then a line for each interval. Writes nothing.
 
     data, program: of open_data and open_program. make_batch, evaluate: functions of train_jax.py.
     Returns the exit code: 0 for the same bits, or on another kind of machine losses within BOUND; 1
-    if something differs. Raises UserError if it cannot be checked."""
+    if something differs. Raises UserError if the run cannot be verified."""
     if jax.process_count() > 1:
         raise UserError('--verify is for one process')
     folder = run_folder(run.flags['out_dir'])
@@ -100,8 +100,8 @@ def verify_run(run, data, program, make_batch, evaluate):
 
 
 def find_intervals(run, folder):
-    """Returns the Intervals of a run that can be trained again, in their order. Those with other
-    flags or other data than the latest are not among them. Raises UserError if there is none."""
+    """Returns the Intervals of a run that can be trained again, in their order. Leaves out
+    intervals with other flags or other data than the latest. Raises UserError if there is none."""
     manifest = run.resumed.get('manifest') or {}
     since = data_since(manifest)
     others = set()
@@ -129,14 +129,14 @@ def find_intervals(run, folder):
 
 
 def can_start(run):
-    """Whether the first state of a run can be made again: from the seed, or from the base of LoRA.
-    A run that began from another pretrained model does not know it any more."""
+    """Returns whether the first state of a run can be made again: from the seed, or from the base
+    of LoRA. A resumed Run does not know another pretrained model that it began from."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
 
 def run_at(run, folder, step):
-    """Returns the Run that starts at a checkpoint, at 0 from the seed."""
+    """Returns the Run that starts at checkpoint `step`, or from the seed if step is 0."""
     if not step:
         model = dataclasses.replace(run.model, source=None)
         return dataclasses.replace(run, resumed=None, model=model)
@@ -145,7 +145,8 @@ def run_at(run, folder, step):
 
 
 def describe_seconds(intervals, records):
-    """Says how long intervals have taken, by the log."""
+    """Returns a text on how many iterations the intervals have, and how long they took by the
+    log."""
     times = [record['time_ms'] for record in records if record.get('time_ms')]
     n = sum(last - first for first, last in intervals)
     if not times:
@@ -155,7 +156,8 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns a batch of the interval, for its shapes."""
+    """Returns the first batch of the interval with a token that counts, for its shapes. Raises
+    UserError if there is none."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:
@@ -169,8 +171,8 @@ def first_batch(make_batch, interval):
 
 class Differences(NamedTuple):
     """What differs between two manifests."""
-    data: list  # as texts, each of the lists
-    lines: list  # all of them
+    data: list  # texts on the data
+    lines: list  # texts on everything, with those on the data
     machine: str  # '' if it is the same kind of machine
 
 
@@ -204,13 +206,13 @@ def find_differences(known, now, data):
 
 
 def compare_file(before, array):
-    """Describes how a file of data differs from its entry in a manifest, '' if it does not."""
+    """Returns how a file of data differs from its entry in a manifest, '' if it does not differ."""
     content = array.reshape(-1).view(np.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(content), 2**24):
         digest.update(content[start:start + 2**24])
     described = {'bytes': len(content), 'sha256': digest.hexdigest()}
-    if before and 'sha256' not in before:  # made by hand, or by an earlier version: blocks of it
+    if before and 'sha256' not in before:  # made by hand, or by an earlier version: compare blocks
         described = describe_file(array)
     return find_change(before, described)
 
@@ -221,7 +223,7 @@ def compare_file(before, array):
 
 def train_again(interval, state, step, make_batch, evaluate, records):
     """Trains an interval again, from the state of its first checkpoint. Returns (the state at the
-    end, [Logged], one for each value that differs from the log). records: of metrics.jsonl."""
+    end, a list of Logged: the values that differ from the log). records: of metrics.jsonl."""
     logged = {}
     for record in records:
         kind = 'evaluation' if 'val_loss' in record else 'iteration'
@@ -251,8 +253,8 @@ def train_again(interval, state, step, make_batch, evaluate, records):
 
 
 def compare_states(state, kept):
-    """Says how many arrays of two states differ, and the first of them; '' if all bits are the
-    same."""
+    """Returns a text on how many arrays of two states differ, and on the first that does; '' if all
+    bits are the same."""
     ours, theirs = (
         jax.tree_util.tree_leaves_with_path({**s.weight_sets(), **opt_state_item(s)})
         for s in (state, kept))
@@ -268,8 +270,8 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights of the latest checkpoint of a run, which no layout
-    changes."""
+    """Returns a digest of the weights in the latest checkpoint of a run. No layout changes the
+    digest."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -279,7 +281,8 @@ def digest_weights(out_dir):
 
 
 def describe(interval, found, is_near):
-    """Returns the line of an interval. is_near: of another kind of machine, losses within BOUND."""
+    """Returns the line on an interval. is_near: whether the machine is of another kind, and the
+    losses are within BOUND."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
     if is_near:
