@@ -1,16 +1,15 @@
-"""Answers that are decoded together, although each begins and ends when it does.
+"""Decodes several answers together, although each begins and ends at its own time.
 
-A Generation of one row has a Decoder. With a Batch it has a Row in its place, which is asked for
-tokens in the same way: by as many callers in turn as there are rows, in one thread. A row that asks
-alone is decoded by its own Decoder. If several are there, they are rows of one Decoder, and the
-first that asks for more tokens gets a chunk of them for all; the others then find theirs. So a row
-joins and leaves between two chunks, and nobody waits for the end of another answer.
+A Generation of one row uses a Decoder. With a Batch it uses a Row instead, which is asked for
+tokens in the same way. The callers of all rows take turns, in one thread. A row that is alone is
+decoded by its own Decoder. Several rows are decoded by one Decoder: the first caller that asks for
+more tokens decodes a chunk for all rows, and the other callers then find their tokens ready. So a
+row joins and leaves between two chunks, and nobody waits for the end of another answer.
 
-The text of a row does not depend on the others: its random numbers are its own (jax_text.py), and
-so are its sampling controls, an array each (stack_controls). With one number of rows and of slots
-of the KV cache, logits have the same bits in whatever company; another number of either moves them
-by rounding.
-"""
+The text of a row does not depend on the other rows: it has its own random numbers (jax_text.py) and
+its own sampling controls (stack_controls). With the same number of rows and of slots of the KV
+cache its logits have the same bits, whatever the other rows are. Another number of either changes
+them by rounding."""
 import functools
 import math
 import time
@@ -24,9 +23,9 @@ from jax_generate import (
     Decoder, commit, copy_result, create_decode_state, power_of_two, stack_controls)
 from jax_transformer import select_rows
 
-CHUNK = 8  # tokens of each row between two looks at who has come and gone
+CHUNK = 8  # tokens that each row gets before rows may join or leave again
 SLOW_STEP = 0.05  # seconds: while steps take longer, a chunk is one
-# what decoding changes of a DecodeState, beside the cache and its counts
+# the fields of a DecodeState that decoding changes, beside the cache and its counts
 CHANGED = ('tokens_BxN', 'length_B', 'n_generated_B', 'done_B', 'logprob_BxN',
            'sampling_logprob_BxN')
 
@@ -34,8 +33,8 @@ CHANGED = ('tokens_BxN', 'length_B', 'n_generated_B', 'done_B', 'logprob_BxN',
 class Row:
     """Takes the place of the Decoder of one row, as a Generation uses it.
 
-    Its decoder has the whole state while it has no place in the batch; else a copy of the state on
-    the host, without the cache."""
+    While the row has no place in the batch, `decoder` has its whole state. Otherwise `decoder` has
+    a copy of the state on the host, without the cache."""
 
     def __init__(self, batch, decoder):
         self.batch = batch
@@ -52,7 +51,7 @@ class Row:
         return result
 
     def end_rows(self, is_over_B):
-        """Ends the row if the caller wants no more tokens of it, bool [1]."""
+        """Ends the row if is_over_B, bool [1], says that the caller wants no more tokens."""
         self.decoder.end_rows(is_over_B)
 
     @property
@@ -74,8 +73,9 @@ class Row:
 
     @property
     def is_shared(self):
-        """Whether it is decoded together with others: it goes on, and a cache can hold it. What is
-        computed without one, past the positions that a model has learned, gains nothing by it."""
+        """Whether the row is decoded together with others: if it is not at its end, and fits into a
+        cache. Past the positions that a model has learned there is no cache, and sharing gains
+        nothing."""
         is_done = bool(np.asarray(self.decoder.state.done_B)[0])
         has_room = self.n_generated < self.decoder.sampling.max_new_tokens
         return not is_done and has_room and self.length <= self.decoder.max_cached
@@ -88,16 +88,16 @@ class Row:
 
     @property
     def kind(self):
-        """What rows must have in common."""
+        """The options that all rows of a batch must have in common."""
         return self.decoder.cache_options, self.decoder.controls.n_vocab
 
 
 class Batch:
     """The rows that are being decoded.
 
-    n_rows: how many are decoded together, also where there are fewer: the bits of a row then do not
-    depend on how many there are. 0 is as many as there are, to the next power of two. One alone is
-    then decoded as without a batch: with drafts, and with the program of one row."""
+    n_rows: how many rows each step computes, even if fewer are there. Then the bits of a row do not
+    depend on how many are there. 0 computes as many as are there, rounded up to a power of two; a
+    single row is then decoded as without a batch, with drafts and with the program of one row."""
 
     def __init__(self, n_rows=0):
         self.n_rows = n_rows
@@ -108,7 +108,7 @@ class Batch:
 
     def join(self, decoder):
         """Returns a Row for a Decoder that has read the prompt of one row. Raises UserError if it
-        cannot be decoded with those that are there."""
+        cannot be decoded together with the present rows."""
         row = Row(self, decoder)
         if self.rows and self.rows[0].kind != row.kind:
             raise UserError('answers that are made together need the same cache_dtype, drafts and '
@@ -117,8 +117,8 @@ class Batch:
         return row
 
     def advance(self, row, n_new):
-        """Returns the GenerationResult of a Row with more tokens: up to n_new if it is alone, else
-        those that it has not seen, or a chunk."""
+        """Returns the GenerationResult of a Row with more tokens. A row that is alone gets up to
+        n_new. Otherwise it gets the tokens that its caller has not seen, or else a new chunk."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         shared = [other for other in self.rows if other.is_shared]
@@ -131,7 +131,8 @@ class Batch:
             row.decoder.state, row.decoder.n_columns, row.decoder.sampling.max_new_tokens)
 
     def leave(self, row):
-        """Frees the place of a Row, and gives its cache back to the PrefixCache that it is from."""
+        """Removes a Row and frees its place. Gives the row's cache back to its PrefixCache, if it
+        has one."""
         if row not in self.rows:
             return
         if row.decoder.prefix_cache is not None:
@@ -144,13 +145,13 @@ class Batch:
             self.clear()
 
     def clear(self):
-        """Drops all rows, and the memory that they have in common."""
+        """Drops all rows, and the memory that they share."""
         self.rows = []
         self.places = []
         self.decoder = None
 
     def decode(self, rows, n_new):
-        """Adds a chunk of tokens, n_new at most, to each of these rows."""
+        """Adds a chunk of tokens, n_new at most, to each of `rows`."""
         # the others make room
         for other in self.rows:
             if other not in rows:
@@ -168,10 +169,10 @@ class Batch:
             n_steps = int(self.decoder.state.steps) - n_before
             self.fastest = min(self.fastest, (time.perf_counter() - started) / n_steps)
         except BaseException:
-            self.clear()  # the state may be half of it
+            self.clear()  # the state may be incomplete
             raise
 
-        # each row has its part of the new state
+        # each row gets its part of the new state
         new = {name: np.array(getattr(self.decoder.state, name)) for name in CHANGED}
         for row in rows:
             state = row.decoder.state
@@ -185,12 +186,12 @@ class Batch:
             row.decoder.state = state.replace(**parts)
 
     def place_rows(self, rows):
-        """Gives a place to each of these rows; no other has one."""
+        """Gives a place to each of `rows`, when no other row has a place."""
         n_places = self.n_rows or max(2, power_of_two(len(rows)))
         n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
         if self.decoder is None:
             self.start(rows[0].decoder, n_places, n_columns)
-        # to make it smaller is a copy of all, too: not before more than half is free
+        # to shrink the state copies it, too: not before more than half of the places are free
         fits = len(rows) <= len(self.places) <= 2 * n_places
         if not fits or n_columns > self.decoder.n_columns:
             self.resize(n_places, max(n_columns, self.decoder.n_columns))
@@ -201,7 +202,8 @@ class Batch:
             [row and row.decoder.controls for row in self.places])
 
     def start(self, decoder, n_places, n_columns):
-        """Makes the Decoder of all rows, which are like that of this Decoder; none is there yet."""
+        """Makes the Decoder of the batch, with n_places free places for rows like that of
+        `decoder`."""
         state = create_decode_state(
             np.zeros((n_places, 1), np.int32), np.ones(n_places, np.int32),
             jnp.broadcast_to(decoder.state.key_B, n_places), n_columns, logprobs=True)
@@ -213,8 +215,8 @@ class Batch:
         self.fastest = math.inf
 
     def resize(self, n_places, n_columns):
-        """Copies the rows that have a place to a state of n_places, whose rows have room for
-        n_columns tokens."""
+        """Copies the placed rows to a state with n_places rows, each with room for n_columns
+        tokens."""
         placed = [row for row in self.places if row]
         old_places = [row.place for row in placed]
         state = self.decoder.state
@@ -247,7 +249,8 @@ class Batch:
         decoder.state = decoder.state.replace(cache=None)
 
     def take_out(self, row):
-        """Gives a row its whole state back, if it has a place here."""
+        """Takes a row out of the batch, if it has a place: its own Decoder gets its whole state
+        back."""
         if row.place is None:
             return
         decoder = row.decoder
@@ -260,8 +263,8 @@ class Batch:
 
 @functools.partial(jax.jit, donate_argnames='state')
 def put_row(state, row, place):
-    """The DecodeState `state` with that of one row, which may have fewer columns and slots, in this
-    place."""
+    """Returns `state` with the DecodeState `row`, of one row, at index `place`. `row` may have
+    fewer columns and slots. `state` is donated."""
     def put(x_B, x_1):
         if x_B.ndim == 0:  # counts of all steps
             return x_B

@@ -1,5 +1,5 @@
-"""The commands of an installation, equal to the scripts: train-jax, sample-jax, eval-jax,
-export-jax, plot-jax; and prepare-jax NAME, which runs data/NAME/prepare.py."""
+"""The commands of an installation. train-jax, sample-jax, eval-jax, export-jax and plot-jax run the
+scripts of this project; prepare-jax NAME runs data/NAME/prepare.py."""
 import os
 import runpy
 import sys
@@ -33,7 +33,8 @@ def plot():
 
 
 def prepare():
-    """Prepares a data set, into data/NAME beside the caller unless --out_dir says where."""
+    """Prepares a data set in --out_dir, by default in data/NAME of the current folder. Raises
+    UserError for an unknown NAME."""
     start_script()
     name, *arguments = sys.argv[1:] or ['']
     script = find_shipped('data', os.path.join(name, 'prepare.py'))

@@ -1,13 +1,13 @@
-"""A page to talk to a model, and OpenAI's API: sample_jax.py --serve=8000.
+"""Serves a page to talk to a model, and OpenAI's API: sample_jax.py --serve=8000.
 
-Two kinds of threads. Each connection has one, in which a Handler reads the request, puts it into
-the queue as a Job, and writes the answer. The main thread has the model and makes the answers
-(Server.run): the time limit of a chat template works there only. Answers take turns, a chunk each,
-and those of one row are decoded together (batching.py). It hands over each piece of an answer as it
-is made, and looks before the next whether the client is still there.
+There are two kinds of threads. Each connection has a thread, in which a Handler reads the request,
+puts it into the queue as a Job, and writes the answer. The main thread has the model and makes the
+answers (Server.run), because the time limit of a chat template works only there. Answers take
+turns, a chunk each; answers of one row are decoded together (batching.py). The main thread hands
+over each piece of an answer when it is made, and checks before the next one whether the client is
+still there.
 
-Standard library only; JAX and the model are behind jax_text. What this is not: docs/models.md#serve
-"""
+Standard library only; JAX and the model are behind jax_text. Limits: docs/models.md#serve"""
 import collections
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ ROWS = 64  # of one request, prompts times n, at most
 PATIENCE = 30  # seconds without a byte after which a client counts as gone
 PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
 WAITING = 15  # seconds after which a stream that waits says so: nginx ends a silent one after 60
-LINGER = 1  # seconds for which what a client still sends is read, so that it can read the answer
+LINGER = 1  # seconds without a byte from a client before its connection is closed
 
 # what the page may do: nothing but its own script and style, and requests to this server
 PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -52,7 +52,7 @@ PAGE_POLICY = ("default-src 'none'; script-src 'unsafe-inline'; style-src 'unsaf
 
 
 class Refusal(Exception):
-    """An answer that is an error, in OpenAI's form."""
+    """An error that is sent as the answer, in OpenAI's form."""
 
     def __init__(self, status, message, param=None, code=None):
         super().__init__(message)
@@ -75,7 +75,7 @@ SAMPLED = {
     'seed': (int,)}
 
 # fields of OpenAI, vLLM and llama.cpp that would change an answer and are not supported, with the
-# values that ask for nothing; unknown ones are ignored
+# values that change nothing; unknown fields are ignored
 UNSUPPORTED = {
     'best_of': 1, 'suffix': '', 'logit_bias': {}, 'top_logprobs': 0, 'presence_penalty': 0,
     'frequency_penalty': 0, 'tools': [], 'functions': [], 'response_format': {'type': 'text'},
@@ -90,8 +90,8 @@ OFF_AT_MINUS_1 = ('top_k', 'seed')
 
 
 def read_field(body, name, *kinds):
-    """Returns a field of a request, None if it is not given. Raises Refusal unless it is of one of
-    these types; true is no number."""
+    """Returns a field of a request, None if it is not given. Raises Refusal unless its type is one
+    of `kinds`; true is not taken for a number."""
     value = body.get(name)
     if value is not None and type(value) not in kinds:
         names = ' or '.join(kind.__name__ for kind in kinds)
@@ -100,8 +100,9 @@ def read_field(body, name, *kinds):
 
 
 def read_sampling(body, sampling):
-    """Returns the TextSampling that a request asks for; `sampling` says the rest, and how long an
-    answer may be. Raises Refusal."""
+    """Returns the TextSampling that a request asks for. `sampling` has the values of fields that
+    the request lacks, and limits the length of an answer. Raises Refusal for fields that are not
+    supported or out of range."""
     for name, off in UNSUPPORTED.items():
         if body.get(name) not in (None, off):
             raise Refusal(400, f'{name} is not supported here', name)
@@ -145,7 +146,7 @@ def read_sampling(body, sampling):
 
 
 class End(NamedTuple):
-    """How a row of an answer has ended."""
+    """The end of a row of an answer."""
     text: str  # all of it
     finish_reason: str  # 'stop' or 'length'
     n_prompt: int  # tokens
@@ -154,8 +155,8 @@ class End(NamedTuple):
 
 
 def read_prompts(body, is_chat):
-    """Returns the prompts of a request: one list of messages, or texts and lists of token ids.
-    Raises Refusal."""
+    """Returns the list of prompts of a request: for a chat one list of messages, else texts and
+    lists of token ids. Raises Refusal for anything else."""
     name, kinds = ('messages', [list]) if is_chat else ('prompt', [str, list])
     prompt = read_field(body, name, *kinds)
     if prompt is None:
@@ -178,15 +179,15 @@ class Job:
     the answer on its way back."""
 
     def __init__(self, connection, is_chat, body, server):
-        """Checks the body. Raises Refusal."""
+        """Reads and checks the body of the request. Raises Refusal."""
         self.connection = connection
         self.is_chat = is_chat
         self.model = server.name
         if read_field(body, 'model', str) not in (None, server.name):
             raise Refusal(404, f'the model here is {server.name}', 'model', 'model_not_found')
 
-        # what is continued, how often; of a prompt that is too long, how many tokens are kept, -1
-        # is all that fit
+        # the prompts, and n answers to each; n_kept: how many tokens at the end of a prompt are
+        # kept, -1 for as many as fit
         self.prompts = read_prompts(body, is_chat)
         self.n = read_field(body, 'n', int) or 1
         self.n_rows = self.n * len(self.prompts)
@@ -215,7 +216,7 @@ class Job:
             raise Refusal(400, 'echo is for the logprobs of prompts: of a completion with logprobs, '
                           'without stream', 'echo')
 
-        # one row is decoded with those of others, several are a batch of their own
+        # a request of one row is decoded together with others, one of several rows by itself
         self.has_own_batch = self.n_rows > 1 or self.echo
 
         # the answer
@@ -225,7 +226,7 @@ class Job:
         self.ends = None
 
     def is_gone(self):
-        """Whether the client has closed its connection."""
+        """Returns whether the client has closed its connection."""
         try:
             ready, _, _ = select.select([self.connection], [], [], 0)
             return bool(ready) and not self.connection.recv(1, socket.MSG_PEEK)
@@ -233,8 +234,8 @@ class Job:
             return True
 
     def pieces(self):
-        """Yields the pieces of the answer as they are made, and '' where none has come for WAITING
-        seconds; then `ends` is set. Raises Refusal."""
+        """Yields the pieces of the answer as they are made, and '' whenever none has come for
+        WAITING seconds. Sets `ends` at the end. Raises the Refusal that ends an answer."""
         while True:
             try:
                 event = self.events.get(timeout=WAITING)
@@ -253,7 +254,8 @@ class Job:
     # OpenAI's forms
 
     def describe(self, text=None, *, is_first=False, is_chunk=False):
-        """Returns the answer, or the piece `text` of a stream, and once it has ended, how."""
+        """Returns the answer, or the piece `text` of a stream, as OpenAI's API has it. It says how
+        the answer has ended, once it has."""
         rows = self.ends or [None]
         choices = []
         for index, end in enumerate(rows):
@@ -293,9 +295,11 @@ class Server(ThreadingHTTPServer):
     request_queue_size = CONNECTIONS
 
     def __init__(self, host, port, n_queued=QUEUED, allow='', batch_size=BATCH_SIZE):
-        """allow: names of hosts under which it may be asked, and origins (http://...) of pages that
-        may ask it, with commas between them. batch_size: how many answers are made at a time.
-        Raises UserError for an address on which it cannot listen."""
+        """Opens the address, but answers nothing before run().
+
+        allow: names of hosts, and origins (http://...) of pages, with commas between them. Requests
+        may name this server by these hosts, and may come from these pages. batch_size: how many
+        answers are made at a time. Raises UserError for an address on which it cannot listen."""
         self.host = host
         allowed = [part.strip().lower().rstrip('/') for part in allow.split(',') if part.strip()]
         self.allowed_names = [part for part in allowed if '://' not in part]
@@ -321,9 +325,9 @@ class Server(ThreadingHTTPServer):
     def run(self, model, sampling, system=(), name='model'):
         """Answers requests until stop(), or until an exception such as KeyboardInterrupt.
 
-        model: a TextModel. sampling: what a request does not say; no answer has more than its
-        max_new_tokens. system: messages in front of a chat that has no such message. name: of the
-        model, in the API."""
+        model: a TextModel. sampling: a TextSampling for fields that a request lacks; no answer has
+        more tokens than its max_new_tokens. system: messages in front of a chat without a system
+        message. name: of the model, in the API."""
         self.model = model
         self.sampling = sampling
         self.system = list(system)
@@ -341,7 +345,7 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes a chunk of each answer in turn, until stop(). A new one begins before the others
+        """Makes a chunk of each answer in turn, until stop(). A new answer begins before the others
         go on."""
         answers = collections.deque()
         while answers or not self.is_ending:
@@ -355,14 +359,14 @@ class Server(ThreadingHTTPServer):
                     answers.append(answer)
 
     def stop(self):
-        """Ends run() after the answers under way, from another thread."""
+        """Makes run() end after the answers under way. Called from another thread."""
         with self.changed:
             self.is_ending = True
             self.changed.notify()
 
     def enter(self, job):
-        """Puts a Job into the queue. Raises Refusal if it is full of clients that are still
-        there."""
+        """Puts a Job into the queue, and removes the jobs of clients that have gone. Raises Refusal
+        if the queue is full."""
         with self.changed:
             for other in [other for other in self.jobs if other.is_gone()]:
                 self.jobs.remove(other)
@@ -374,8 +378,8 @@ class Server(ThreadingHTTPServer):
             self.changed.notify()
 
     def next_job(self, waits):
-        """Takes the first Job that can begin out of the queue, and returns it. None if there is
-        none, or stop() was called. waits: whether to wait for one."""
+        """Takes the first Job that can begin out of the queue, and returns it. Returns None if
+        there is none, or if stop() was called. waits: whether to wait for a Job."""
         with self.changed:
             while waits and not self.jobs and not self.is_ending:
                 self.changed.wait(1)  # on Windows a longer one would hold back Ctrl-C
@@ -387,8 +391,8 @@ class Server(ThreadingHTTPServer):
             return ready[0]
 
     def answer(self, job):
-        """Makes the answer of a Job, unless the client goes away, and yields True after each chunk;
-        whatever happens, the server goes on."""
+        """Makes the answer of a Job and yields True after each chunk. Stops if the client goes
+        away. Any exception is sent to the client as a Refusal, and the server goes on."""
         try:
             if job.is_gone():
                 return
@@ -421,8 +425,8 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Hands over the Ends of a request for the log-probabilities of its prompts, in front of
-        what follows them; yields True after each chunk of that."""
+        """Hands over the Ends of a request with echo: the log-probabilities of each prompt and of
+        its continuation. Yields True after each chunk of the continuations."""
         generation = Generation(
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
         has_stayed = yield from self.make_all(job, generation)
@@ -444,7 +448,7 @@ class Server(ThreadingHTTPServer):
         job.events.put(ends)
 
     def make_all(self, job, generation):
-        """Makes several rows in one batch, yields True after each chunk, and returns whether the
+        """Decodes several rows in one batch and yields True after each chunk. Returns whether the
         client has stayed to the end."""
         self.own_batch_is_there = True
         try:
@@ -458,7 +462,8 @@ class Server(ThreadingHTTPServer):
         return True
 
     def encode(self, job, prompt):
-        """Returns the token ids of a prompt of a Job. Raises UserError or Refusal."""
+        """Returns the token ids of a prompt of a Job. Raises UserError or Refusal if it is not
+        valid, and Refusal if it is longer than the context."""
         if job.is_chat:
             first = prompt[0] if prompt else None
             has_system = isinstance(first, dict) and first.get('role') == 'system'
@@ -468,7 +473,7 @@ class Server(ThreadingHTTPServer):
         n_vocab = self.model.tokenizer.vocab_size
         if are_ids and not all(0 <= id < n_vocab for id in ids):
             raise Refusal(400, f'the ids of prompt must be 0 to {n_vocab - 1}', 'prompt')
-        # of a longer one than the context sample_jax.py continues the end; here it is asked first
+        # sample_jax.py continues the end of a prompt that is too long; here the client has to ask
         most = self.model.config.block_size
         if job.n_kept:
             ids = ids[-(most if job.n_kept == -1 else min(job.n_kept, most)):]
@@ -479,8 +484,8 @@ class Server(ThreadingHTTPServer):
         return ids
 
     def encode_text(self, job, prompt):
-        """Returns the token ids of a text, or of messages; continue_final_message takes the last
-        one as the beginning of the answer."""
+        """Returns the token ids of a text or of messages. With continue_final_message the last
+        message is the beginning of the answer."""
         if not job.continues:
             return self.model.encode(prompt)
         *messages, last = prompt
@@ -491,8 +496,8 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Hands over the pieces of an answer, yields True after each, and returns whether the
-        client has stayed to its end."""
+        """Hands over the pieces of an answer and yields True after each. Returns whether the client
+        has stayed to the end."""
         text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:
@@ -507,8 +512,8 @@ class Server(ThreadingHTTPServer):
         return True
 
     def show(self, job, text, n_shown):
-        """Hands over what of the text so far comes behind its first n_shown characters, and returns
-        how many there are now; of gpt-oss's answers, the final channel alone."""
+        """Hands over the part of `text` after its first n_shown characters, and returns how many
+        characters are shown now. Of gpt-oss's answers only the final channel is shown."""
         if job.is_chat:
             text = final_answer(text)
         job.events.put(text[n_shown:])
@@ -517,15 +522,16 @@ class Server(ThreadingHTTPServer):
     # connections
 
     def verify_request(self, request, client_address):
-        """Closes a connection that is one too many; returns whether it is not."""
+        """Returns whether the connection is within the limit of CONNECTIONS; closes it
+        otherwise."""
         if threading.active_count() <= CONNECTIONS:
             return True
         request.close()
         return False
 
     def shutdown_request(self, request):
-        """Closes a connection when the client has read all: closed before, with bytes of it unread,
-        it would be reset."""
+        """Closes a connection after reading what the client still sends. If it were closed with
+        bytes unread, it would be reset, and the client could lose the answer."""
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_WR)
             request.settimeout(LINGER)
@@ -557,15 +563,17 @@ def describe_end(job, generation, i=0):
 
 
 def describe_logprobs(job, generation, i, end):
-    """Returns the log-probabilities of the tokens of row i of an answer, in OpenAI's form. Their
-    texts add up to that of the answer: a character that is several tokens belongs to the last."""
+    """Returns the log-probabilities of the new tokens of row i of an answer, in OpenAI's form. The
+    texts of the tokens add up to the text of the answer: a character that is several tokens belongs
+    to the last of them. end: the number of tokens up to the end of the answer, including the
+    prompt."""
     n_prompt = generation.lengths[i]
     tokens = generation.result.tokens[i, :end].tolist()
     logprobs = generation.result.logprobs[i, n_prompt:end].tolist()
     text = generation.texts[i][len(generation.prompt_texts[i]):]
 
-    # where each token begins in the text, read after the prompt's last token, as it may need a
-    # space in front
+    # where each token begins in the text; decoded together with the prompt's last token, because
+    # the first new token may need a space in front
     decode = generation.model.tokenizer.decode
     starts = [len(strip_partial_utf8(decode(tokens[n_prompt - 1:n])))
               for n in range(n_prompt, end + 1)]
@@ -583,15 +591,15 @@ def describe_logprobs(job, generation, i, end):
 # the thread of a connection
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request, and closes the connection. A stream is sent in chunks, so that one that
-    is cut off is no whole answer for any client of HTTP/1.1."""
+    """Answers one request, and closes the connection. A stream is sent in HTTP/1.1 chunks, so that
+    a client can tell a stream that was cut off from a whole answer."""
     timeout = PATIENCE
     default_request_version = 'HTTP/1.0'
     protocol_version = 'HTTP/1.1'
-    allow = None  # the method that a path takes, where it was asked by another one
+    allow = None  # the method that the path takes, if the request has another one
 
     def do_GET(self):
-        """Answers, also as do_POST and do_HEAD."""
+        """Answers a request; do_POST and do_HEAD are the same function."""
         try:
             self.check_sender()
             self.path = re.sub('^https?://[^/]*', '', self.path.partition('?')[0]) or '/'
@@ -622,9 +630,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json(refusal.body, refusal.status)
 
     def check_sender(self):
-        """Raises Refusal for a request of another site's page. The browser names the site in
-        Origin; and in Host the name under which the page has found this machine, which is neither
-        an address nor one of its own if the site has pointed it here (DNS rebinding)."""
+        """Raises Refusal for a request from a page of another site. The browser names the site in
+        Origin, and in Host the name by which the page has found this machine. If the site has
+        pointed its own name here (DNS rebinding), Host is neither an address nor a name of this
+        server."""
         host = self.headers.get('Host', '')
         names = ('localhost', self.server.host, socket.gethostname(), *self.server.allowed_names)
         allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])
@@ -644,7 +653,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send(200, 'text/html; charset=utf-8', PAGE.read_bytes())
 
     def describe_model(self):
-        """Returns the one model, with what the page needs to know of it."""
+        """Returns the entry of the model in /v1/models, with fields that the page needs."""
         server = self.server
         return {
             'id': server.name, 'object': 'model', 'created': 0, 'owned_by': 'local',
@@ -677,7 +686,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.send_json({**job.describe(), 'usage': job.usage()})
             return
 
-        # what is refused at once is so before the stream begins, with its status
+        # wait for the first piece: a request that is refused at once then gets its error status
         first = next(pieces, '')
         self.send(200, 'text/event-stream')
         try:
@@ -699,7 +708,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_part('')
 
     def read_body(self):
-        """Returns the JSON object of a request. Raises Refusal."""
+        """Returns the JSON object of a request. Raises Refusal if there is none."""
         if self.headers.get_content_type() != 'application/json':
             raise Refusal(415, 'Content-Type must be application/json')
         length = self.headers.get('Content-Length', '')
@@ -716,7 +725,8 @@ class Handler(BaseHTTPRequestHandler):
         return body
 
     def send(self, status, kind, content=None):
-        """Sends an answer; without content, all but its content."""
+        """Sends an answer. Without content it sends only the status and the headers, and send_part
+        follows."""
         self.close_connection = True
         if self.request_version == 'HTTP/0.9':
             self.request_version = 'HTTP/1.0'  # whatever was asked, a status comes first
@@ -767,7 +777,8 @@ class Handler(BaseHTTPRequestHandler):
         '/v1/completions': ('POST', complete)}
 
     def send_error(self, code, message=None, explain=None):
-        """Sends what http.server refuses by itself: an unknown method, version, broken headers."""
+        """Sends an error that http.server has found: an unknown method or version, or broken
+        headers."""
         status = {501: 405, 505: 400}.get(code, code)
         self.send_json(Refusal(status, message or 'this is no request').body, status)
 

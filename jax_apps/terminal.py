@@ -25,7 +25,8 @@ def read_turn():
 
 
 def has_more_input():
-    """Tells whether a terminal has another line within 0.05 s, so faster than anyone types."""
+    """Returns whether a terminal has another line within 0.05 s, which is faster than anyone
+    types."""
     if os.name != 'posix' or not sys.stdin.isatty():
         return False
     ready, _, _ = select.select([sys.stdin], [], [], 0.05)
@@ -91,8 +92,8 @@ class Chat:
             print(f'(there is no command {line}; {COMMANDS})')
 
     def encode(self, messages):
-        """Returns the token ids of the messages: those of a chat if the model has a template, else
-        those of plain text, a line for each turn."""
+        """Returns the token ids of the messages: as a chat if the tokenizer has a chat template,
+        else as plain text with a line for each turn."""
         if self.model.tokenizer.chat_template is not None:
             return self.model.encode([*self.system, *messages])
         text = ''
@@ -103,8 +104,8 @@ class Chat:
         return self.model.encode(text)
 
     def forget_oldest(self, messages):
-        """Returns the messages without the oldest turns, if not all of them fit into the context
-        with an answer."""
+        """Returns the messages without the oldest turns, if they do not all fit into the context
+        together with an answer."""
         # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.sampling.max_new_tokens, block_size // 2)
@@ -123,9 +124,9 @@ class Chat:
         return kept
 
     def answer(self, messages, line):
-        """Prints the answer to a line that follows the messages; Ctrl-C ends the answer. The
-        conversation is then these messages, line and answer, or stays as it was if the line cannot
-        be answered."""
+        """Prints the answer to `line`, which follows `messages`; Ctrl-C ends the answer. The
+        conversation is then the messages, the line and the answer. It stays as it was if the line
+        cannot be answered."""
         answer = ''
         try:
             # the prompt, within the context
