@@ -1,2 +1,2 @@
-"""The machine: its devices and settings, several processes, where a state is, which way it
-computes."""
+"""The machine: its devices and settings, several processes, the sharding of a state, and the choice
+of kernels."""

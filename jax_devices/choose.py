@@ -1,4 +1,4 @@
-"""Which way a device computes attention and experts: chosen by device, model and sizes, with the
+"""Chooses how a device computes attention and experts, by device, model and sizes, with the
 reason."""
 import dataclasses
 
@@ -118,8 +118,8 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
 
 
 def compile_cudnn(config, device, layer_type='full', tensor=1):
-    """Compiles a layer's attention and its gradient for a sequence and a device's heads. Raises an
-    exception of XLA's if cuDNN refuses."""
+    """Compiles the attention of a layer and its gradient, for one sequence and the heads of one
+    device. Raises an exception of XLA's if cuDNN refuses."""
     here = jax.sharding.SingleDeviceSharding(device)
 
     def heads(n_heads):
@@ -161,7 +161,7 @@ def choose_experts(config, device):
 
 def with_experts(config, layout):
     """Returns (the config with the way of computing experts that suits the devices, {'experts':
-    why}); a model without experts as it is."""
+    reason}). A model without experts gets its config unchanged, and {}."""
     if not config.moe:
         return config, {}
     experts, reason = choose_experts(config, layout.devices[0])
@@ -169,8 +169,8 @@ def with_experts(config, layout):
 
 
 def config_for_decoding(config, layout, dtype):
-    """Returns the config as decoding executes it on a Layout, in `dtype`. Raises UserError for what
-    the devices cannot split."""
+    """Returns the config as decoding executes it on a Layout, in `dtype`. Raises UserError for a
+    model that the devices cannot split."""
     layout.validate(config)
     config = dataclasses.replace(config, dtype=dtype)
     return with_experts(config, layout)[0]

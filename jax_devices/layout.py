@@ -1,7 +1,6 @@
-"""How a step runs on the devices: replicated (pmap) or sharded over a mesh (jit).
+"""Runs a step on the devices: replicated (pmap) or sharded over a mesh (jit).
 
-A Layout knows the place of everything, between two steps and in the parts of a step with full
-values:
+A Layout knows how everything is sharded, between two steps and where a step works on global arrays:
 
 | flags | parameters | optimizer state | gradients | batch | the gradients are summed by |
 |---|---|---|---|---|---|
@@ -12,8 +11,7 @@ values:
 | fsdp, tensor, ... | by rules | by rules | by rules | BATCH, context | XLA, where needed |
 
 "By rules": PARTITION_RULES of jax_ops/sharding.py. "Over replicas": the same, and leaves that are
-sharded over fsdp are also sharded over data and context.
-"""
+sharded over fsdp are also sharded over data and context."""
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -31,14 +29,14 @@ global_max = jax.jit(jnp.max)  # maximum of an array that is sharded over proces
 
 
 class Layout:
-    """Knows where parameters, optimizer state, gradients and batch are on `devices`: see the table
-    at the top of the file. The global batch is split into n_data_shards contiguous shards; a
+    """Says how parameters, optimizer state, gradients and batch are sharded over `devices`: see the
+    table at the top of the file. The global batch is split into n_data_shards contiguous shards; a
     process loads the shards of its own devices.
 
     zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, fsdp, tensor, expert and
     context must be 1. Each device then updates its shard of the parameters, and the parameters are
-    all-gathered at the end of the step. Raises UserError for another `zero`, and if
-    fsdp * tensor * expert * context does not divide the number of devices."""
+    all-gathered at the end of the step. Raises UserError for another `zero`, and if fsdp * tensor *
+    expert * context does not divide the number of devices."""
 
     def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                  expert: int = 1, context: int = 1, zero: int = 0):
@@ -84,7 +82,7 @@ class Layout:
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices '
                                 f'it may be one of {valid}')
 
-        # attention splits the part of each device again, so that all have as much work
+        # attention splits the part of each device again, so that all devices have equal work
         if config.block_size % self.context**2:
             raise UserError(f'context={self.context}: its square must divide '
                             f'block_size={config.block_size}')
@@ -139,9 +137,9 @@ class Layout:
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (the shape, the PartitionSpec) of an array of the batch; each device or group of
-        devices has a shard [*shape, *rest]. Under pmap a leading axis has the shards; on a
-        mesh they are side by side on the last axis of `shape`, and positions, the first axis of
+        """Returns (shape, PartitionSpec) of a global array of the batch. Each device or group of
+        devices has a shard [*shape, *rest]. Under pmap the shards are stacked on a leading axis. On
+        a mesh they are side by side on the last axis of `shape`, and the positions, the axis in
         `rest`, are sharded over context."""
         if len(self.devices) == 1:
             return (*shape, *rest), P()
@@ -163,7 +161,7 @@ class Layout:
             whole, spec = self.whole_batch(shape, x.shape[1:])
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
 
-            # what one device holds of it: one shard, or its positions of one
+            # the part on one device: a shard, or the device's positions of a shard
             def part(index):
                 shard_number = (index[axis].start or 0) // each
                 if self.is_replicated:
@@ -176,7 +174,7 @@ class Layout:
 
     def max_over_processes(self, number):
         """Returns the maximum of `number` over all processes. With several processes it is a device
-        array, and only int() of it waits."""
+        array: only int() of it waits for the result."""
         if jax.process_count() == 1:
             return number
         # an array with a number for each device; its maximum is an all-reduce
@@ -194,10 +192,10 @@ class Layout:
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
     def all_reduced(self, compute):
-        """Wraps compute(params, frozen, batch, scale), which returns gradients and metrics of the
-        sequences that it is given, so that they are means over the replicas. With zero=1 a device
-        keeps only its shard of the gradients (reduce-scatter). On a mesh `compute` is returned
-        unchanged: XLA inserts the reductions."""
+        """Wraps compute(params, frozen, batch, scale), which returns the gradients and metrics of
+        its sequences. The wrapped function returns their means over the replicas. With zero=1 a
+        device keeps only its shard of the gradients (reduce-scatter). On a mesh `compute` is
+        returned unchanged: XLA inserts the reductions."""
         def mean(*inputs):
             found = compute(*inputs)
             with jax.named_scope('all_reduce'):
@@ -223,8 +221,8 @@ class Layout:
     # --- compiled steps
 
     def jit_step(self, step):
-        """Puts the step of make_train_step under jit or pmap, which compile it when it is called or
-        lowered; the state that it is given is donated."""
+        """Puts the step of make_train_step under jit or pmap. It is compiled when it is called or
+        lowered, and donates its state."""
         if self.has_pmap:
             return pmap_train_step(step, self.devices)
         if self.is_replicated:
@@ -248,7 +246,8 @@ class Layout:
             lambda params, batch: jax.tree.map(shard, step(params, batch))))
 
     def on_mesh(self, step):
-        """Makes a function like step(state, batch) that is traced on the mesh, if there is one."""
+        """Returns step(state, batch) as a function that is traced on the mesh; `step` unchanged if
+        the layout is replicated."""
         if self.is_replicated:
             return step
 
@@ -263,8 +262,8 @@ class Layout:
 
 
 def mean_shard(spec, grad):
-    """Takes the mean of a gradient over the replicas, and keeps this device's shard of it, along
-    the dimension along which the optimizer state is sharded."""
+    """Returns this device's shard of the mean of a gradient over the replicas. spec: of the
+    parameter; the gradient is sharded along the dimension that has the axis 'data'."""
     n_devices = jax.lax.axis_size('data')
     for dimension, axes in enumerate(spec):
         if 'data' in (axes or ()):
@@ -283,7 +282,7 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
 def fit_sizes(sizes, given, n_devices, n_embd):
     """Returns the sizes of the axes {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on
     n_devices: `sizes` if they fit. Otherwise sizes that the user has not `given` now are replaced:
-    fsdp becomes as large as it can, the others 1."""
+    fsdp becomes as large as possible if it was above 1, the others become 1."""
     if n_devices % max(1, math.prod(sizes.values())) == 0:
         return sizes
     fitting = {name: size if name in given else 1 for name, size in sizes.items()}
@@ -295,15 +294,15 @@ def fit_sizes(sizes, given, n_devices, n_embd):
 
 
 def pmap_step(step, devices, donate_argnums=()):
-    """Runs step(state, batch) over several devices: the state and all results are replicated (not
-    stacked), the batch has a leading device axis. `step` reduces over the axis 'data', so that
-    every device has the same result."""
+    """Returns step(state, batch) as a pmap over several devices: the state and all results are
+    replicated (not stacked), the batch has a leading device axis. `step` reduces over the axis
+    'data', so that every device has the same result."""
     return jax.pmap(step, axis_name='data', in_axes=(None, 0), out_axes=None, devices=devices,
                     donate_argnums=donate_argnums)
 
 
 def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
-    """pmap_step with a donated state: the training step of replicated data parallelism."""
+    """Returns pmap_step with a donated state: the training step of replicated data parallelism."""
     return pmap_step(step, devices, donate_argnums=0)
 
 
@@ -311,7 +310,7 @@ def split_batch(gradient_accumulation_steps, batch_size, n_devices):
     """Returns (micro-steps, micro-batch size) of each device. Devices split the micro-steps first,
     then the micro-batch: no device ever holds more than batch_size sequences.
 
-    Raises UserError if they do not divide."""
+    Raises UserError if the devices cannot share the sequences equally."""
     # Some devices compute different micro-steps, the others different sequences of a micro-step.
     step_shards = math.gcd(gradient_accumulation_steps, n_devices)
     batch_shards = n_devices // step_shards

@@ -1,4 +1,4 @@
-"""Several processes: how they find each other and agree; the signals that stop one."""
+"""Several processes find each other and agree, and handle the signals that stop a process."""
 import contextlib
 import errno
 import json
@@ -24,7 +24,7 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
     coordinator_address: host:port of process 0; the others connect to it. 'auto' lets JAX detect
     all three options (on a TPU pod). JAX also detects them if all are left out and Slurm, Open MPI
-    or an indexed Kubernetes job has started several processes. If it is empty,
+    or an indexed Kubernetes job has started several processes. If coordinator_address is empty,
     JAX_COORDINATOR_ADDRESS is used.
     num_processes: the number of processes. 1 starts alone, regardless of the environment.
     process_id: the number of this process, from 0.
@@ -61,9 +61,9 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
 
 def launcher_started_several():
-    """Returns whether the environment says that several processes were started, which JAX can
-    detect. Raises UserError for a launcher that JAX does not know: each process would train
-    alone."""
+    """Returns whether the environment says that a launcher has started several processes, which JAX
+    can detect. Raises UserError for a launcher that JAX does not know, because each process would
+    train alone."""
     def has_several(variable):
         return int(os.environ.get(variable) or 1) > 1
 
@@ -83,8 +83,8 @@ def launcher_started_several():
 
 
 def check_port_is_free(port):
-    """Raises UserError if another program listens where process 0 is to: mostly another process 0.
-    Two of them can listen on one port, and each would wait for the others."""
+    """Raises UserError if another program listens on the port of process 0, mostly another process
+    0. Two of them could listen on the same port, and each would wait for the others."""
     with socket.socket() as listener:
         # Connections of an earlier run that are still closing do not count.
         if os.name == 'posix':
@@ -117,8 +117,8 @@ def gather_texts(text):
 
 @contextlib.contextmanager
 def in_all_processes():
-    """All processes run the block: a UserError that it raises in one of them is raised in all, so
-    that none waits for another."""
+    """Raises a UserError of the block in all processes if one process raises it, so that none waits
+    for another. All processes must run the block."""
     message = ''
     try:
         yield
@@ -140,7 +140,7 @@ def in_all_processes():
 
 def check_agreement(what, values, own=()):
     """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
-    them. own: names that may have another value in each process."""
+    them. own: names that are not compared, because their values may differ."""
     shared = {name: value for name, value in values.items() if name not in own}
     texts = gather_texts(json.dumps(shared))
     first, *others = [json.loads(text) for text in texts]
@@ -168,13 +168,13 @@ if HANGUP is not None:
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
-    A second signal ends the process at once, but not while it saves, and not beside SIGHUP, because
-    a closed terminal sends several. With nothing_to_save the first one ends the process. In a
-    notebook's process, which must live on, a second one raises KeyboardInterrupt instead. SIGHUP
-    stays ignored under nohup.
+    A second signal ends the process at once, except while it saves, and except if one of the two is
+    SIGHUP, because a closed terminal sends several signals. With nothing_to_save the first signal
+    ends the process. In a notebook a second signal raises KeyboardInterrupt instead, because the
+    process must live on. SIGHUP stays ignored under nohup.
 
-    A thread answers each signal with a line on stderr, because Python runs the handlers of signals
-    between two steps of the main thread, and a compilation or loading the weights is one step."""
+    A thread answers each signal with a line on stderr. Python runs signal handlers only between two
+    steps of the main thread, and a compilation, or loading the weights, is one step."""
 
     owns_process = True  # whether the process ends with the run
 
@@ -213,7 +213,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def waits_while(self, is_saving):
-        """Within the block a second signal waits while is_saving() is true."""
+        """Makes a second signal wait, within the block, while is_saving() is true."""
         self.saves.append(is_saving)
         try:
             yield
@@ -245,7 +245,7 @@ class StopSignal:
                 number = received.recv(1)
 
     def answer_one(self, signum):
-        """Keeps the first signal, says what follows, and ends the process for a second one."""
+        """Keeps the first signal, prints what follows, and ends the process for a second one."""
         name = signal_name(signum)
         is_first = not self.signum
         if is_first:
@@ -267,9 +267,10 @@ class StopSignal:
 
 
 def exit_at_signals(is_said=False):
-    """From here on a signal that stops a script ends it at once, with exit code 128 + signal, also
-    in the middle of a compiled program: there is nothing to save. A usual exit could crash,
-    because a running program uses memory that the exit frees. is_said: whether to print a line."""
+    """Makes a signal that stops a script end it at once from here on, with exit code 128 + signal,
+    even in the middle of a compiled program. It is for scripts that have nothing to save. A usual
+    exit could crash, because a running program uses memory that the exit frees. is_said: whether to
+    print a line."""
     received, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach())
@@ -291,8 +292,8 @@ def exit_at_signals(is_said=False):
 
 
 class Terminal:
-    """The stream of a terminal, in the place of sys.stdout or sys.stderr. The terminal closes a
-    moment before SIGHUP comes: an error of print must not cost the run that is to be saved."""
+    """Takes the place of sys.stdout or sys.stderr on a terminal. A terminal closes a moment before
+    SIGHUP comes, and an error of print would end the run before it is saved."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -312,7 +313,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def until_closed():
-    """Discards all output if a write says that the terminal has closed."""
+    """Discards all output from here on if a write of the block fails because the terminal has
+    closed."""
     try:
         yield
     except OSError as error:
@@ -322,8 +324,8 @@ def until_closed():
 
 
 def discard_output():
-    """Sends what follows on stdout and stderr to os.devnull, unless it is a file: the terminal has
-    closed, or the reader of a pipe may have."""
+    """Redirects stdout and stderr to os.devnull, unless they are files: the terminal has closed, or
+    the reader of a pipe may have ended."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         # A process that was started with >&- has none.
@@ -333,7 +335,7 @@ def discard_output():
 
 
 def signal_name(signum):
-    """Returns the usual name of a signal: Ctrl-C, or SIGTERM."""
+    """Returns the usual name of a signal, such as Ctrl-C or SIGTERM."""
     if signum == signal.SIGINT:
         return 'Ctrl-C'
     return signal.Signals(signum).name

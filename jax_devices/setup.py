@@ -1,4 +1,4 @@
-"""The devices, the compute dtype, malloc and the compilation cache of this process."""
+"""Sets up this process: the devices, the compute dtype, malloc and the compilation cache."""
 import contextlib
 import ctypes
 import functools
@@ -59,8 +59,9 @@ def device_peak_flops(device):
 def check_device_availability(device: str = 'auto') -> list[jax.Device]:
     """Returns the list of jax devices that the flag `device` means.
 
-    'cpu', 'gpu' or 'cuda', and 'tpu' are all devices of the kind, 'auto' all of the best kind that
-    is there, and 'cuda:1' is one of them. Raises UserError if it is not there."""
+    'cpu', 'gpu' or 'cuda', and 'tpu' are all devices of the kind. 'auto' is all devices of the best
+    kind that is there. 'cuda:1' is the GPU with number 1. Raises UserError for another value, and
+    for a device that is not there."""
     kind, _, index = device.partition(':')
     is_known = kind in ('auto', 'cpu', 'gpu', 'cuda', 'tpu')
     if not is_known or (index and not index.isdigit()):
@@ -93,8 +94,8 @@ def check_device_availability(device: str = 'auto') -> list[jax.Device]:
 
 
 def configure_process(device, deterministic=False, init_from='', out_dir=''):
-    """Makes the settings of the process that must precede the initialization of JAX's backends:
-    call it first.
+    """Makes the settings of the process that JAX reads when it initializes its backends. Call it
+    first.
 
     device: the flag. deterministic: whether GPUs compute the same bits in every run, at a cost;
     CPUs do so anyway. init_from, out_dir: the flags of training; the config.json of a run that is
@@ -123,8 +124,8 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
 
 
-# Settings of jax that an environment may have for other programs, with the value that this one
-# needs: in float64 a run would not be what its log says, and the strict rules refuse additions of
+# Settings of jax that the environment may have for other programs, with the values that this one
+# needs. In float64 a run would not be what its log says, and strict promotion refuses additions of
 # the model.
 OWN_SETTINGS = {
     'jax_enable_x64': False,
@@ -134,7 +135,7 @@ OWN_SETTINGS = {
 
 
 def use_own_settings():
-    """Sets OWN_SETTINGS, and says so on stderr where the environment has set another value."""
+    """Sets OWN_SETTINGS. Prints a line on stderr if the environment has set another value."""
     for name, value in OWN_SETTINGS.items():
         theirs = getattr(jax.config, name)
         if theirs != value:
@@ -146,8 +147,8 @@ def is_synchronous(device):
     """Returns whether a computation of this device is done, and its temporaries are freed, when its
     call returns.
 
-    configure_process sets a CPU to that: otherwise the next call often allocates its temporaries
-    before those of the last one are freed (docs/lab_log.md#synchronous-dispatch)."""
+    configure_process makes CPUs synchronous. Otherwise a call often allocates its temporaries
+    before those of the last call are freed (docs/lab_log.md#synchronous-dispatch)."""
     return device.platform == 'cpu'
 
 
@@ -167,11 +168,11 @@ def finds_accelerator(dev=Path('/dev')):
 
 def setup_jax_environment(device: str = 'auto',
                           dtype: str = 'auto') -> tuple[list[jax.Device], str, str]:
-    """Picks the devices and the compute dtype. Call it, or configure_process() and then it, before
-    anything uses jax.
+    """Picks the devices and the compute dtype. Call it before anything uses jax, except
+    configure_process().
 
-    Returns (devices, dtype, reason): bfloat16 where the hardware multiplies it fast, float32
-    elsewhere. With float32, matmuls are computed in float32 on GPUs and TPUs too; JAX's default
+    Returns (devices, dtype, reason). dtype='auto' is bfloat16 if the hardware multiplies it fast,
+    else float32. With float32, matmuls are computed in float32 on GPUs and TPUs too; JAX's default
     there is TF32 and bfloat16. Raises UserError for a device that is not there and for an unknown
     dtype."""
     # The devices.
@@ -182,9 +183,9 @@ def setup_jax_environment(device: str = 'auto',
         print(f'warning: {lost_accelerator()}', file=sys.stderr)
     enable_compilation_cache(platform)
     if platform == 'cpu' and jax.process_count() == 1:
-        # XLA's alarm when a compilation takes long, and with it all that it logs on stderr and that
-        # does not end the process; of several processes the coordination service says there why it
-        # fails
+        # silence XLA's alarm when a compilation takes long, and all else that it logs on stderr,
+        # except fatal errors. Not with several processes: the coordination service logs there why
+        # it fails
         with contextlib.suppress(ImportError):  # then the alarm is printed
             from jaxlib.utils import absl_set_min_log_level
             absl_set_min_log_level(3)  # fatal
@@ -216,7 +217,7 @@ def lost_accelerator():
 
 
 def default_dtype(device):
-    """Returns (dtype, reason): what --dtype=auto is on this device."""
+    """Returns (dtype, reason) for --dtype=auto on this device."""
     if device.platform == 'tpu':
         return 'bfloat16', 'TPUs multiply bfloat16'
     if device.platform != 'gpu':
@@ -244,12 +245,12 @@ def nvidia_capability(device):
 
 @functools.cache  # one call is enough
 def configure_malloc():
-    """Tells glibc never to return memory to the system, and Linux to use huge pages for it: XLA:CPU
+    """Tells glibc never to return memory to the system, and Linux to use huge pages for it. XLA:CPU
     allocates its temporaries in every step, and page faults took half of the step or more
     (docs/lab_log.md#malloc).
 
-    Call it before jax starts its threads. A thread that already has its own arena keeps it, and
-    takes what does not fit into that (64 MiB) from the system each time."""
+    Call it before jax starts its threads. A thread that already has its own arena keeps it. Memory
+    that does not fit into this arena (64 MiB) it takes from the system each time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
@@ -265,8 +266,8 @@ def configure_malloc():
 
 
 def mark_huge_pages(libc):
-    """Makes Linux take huge pages for the next half of the machine's memory by which the heap
-    grows. Reserving it costs nothing until it is written to."""
+    """Makes Linux use huge pages when the heap grows next, for an amount of half of the machine's
+    memory. Reserving this memory costs nothing until it is written to."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -282,7 +283,7 @@ def mark_huge_pages(libc):
 
 
 def trim_malloc():
-    """Gives freed memory back to the system, which after configure_malloc glibc does only when told
+    """Gives freed memory back to the system. After configure_malloc, glibc does so only when told
     to."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if hasattr(libc, 'malloc_trim'):
@@ -297,8 +298,9 @@ def enable_compilation_cache(platform):
     """Keeps compiled programs in a folder that only this user can read, so that a second run starts
     at once.
 
-    Each version of jaxlib, each platform and each kind of CPU has its own folder, because programs
-    of others may not load. The environment's JAX_COMPILATION_CACHE_DIR takes precedence."""
+    Each version of jaxlib, each platform and each kind of CPU has its own folder, because they may
+    not be able to load programs of another. The environment's JAX_COMPILATION_CACHE_DIR takes
+    precedence."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
     if platform == 'cpu' and not can_cache_on_cpu():
@@ -319,10 +321,10 @@ def enable_compilation_cache(platform):
 
 
 def can_cache_on_cpu():
-    """Returns whether compiled programs of this CPU can be loaded again. They can from jaxlib
-    0.10.2
-    on: earlier versions print two lines about SIGILL for each loaded program on a CPU with AVX-512
-    (jax-ml/jax#38445). Tested on Linux only; of several processes only the first one writes."""
+    """Returns whether compiled programs of a CPU are cached: from jaxlib 0.10.2 on, on Linux, in a
+    single process. Earlier versions print two lines about SIGILL for each loaded program on a CPU
+    with AVX-512 (jax-ml/jax#38445). Other systems were not tested. Of several processes only the
+    first one writes."""
     version = tuple(int(part) for part in jaxlib.__version__.split('.')[:3])
     return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
 
@@ -354,11 +356,11 @@ def describe_environment(devices):
 
 
 def measure_bandwidth(device, n_bytes=2**29):
-    """Returns the memory bandwidth of a device in GB/s, reading: the median of ten reductions over
-    n_bytes (512 MiB are larger than any cache).
+    """Returns the bandwidth of reading a device's memory, in GB/s: the median of ten reductions
+    over n_bytes (512 MiB are larger than any cache).
 
-    It is the median and not the best, because on a shared machine the sustained bandwidth is lower
-    than the peak."""
+    The result is the median, not the best, because on a shared machine the sustained bandwidth is
+    lower than the peak."""
     x = jax.device_put(jnp.ones(n_bytes // 4, jnp.float32), device)
     total = jax.jit(jnp.sum)
 
@@ -395,15 +397,14 @@ class Stopwatch:
         jax.monitoring.register_event_duration_secs_listener(self.count)
 
     def count(self, event, seconds, **attributes):
-        """Is called by jax for each event."""
+        """Adds the seconds of an event of jax, which calls this for each event."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
         if event == '/jax/compilation_cache/compile_time_saved_sec':
             self.saved += seconds
 
     def lap(self):
-        """Returns the seconds since the last lap. Block until the device is done before calling
-        it."""
+        """Returns the Lap since the last call. Wait for the device before calling it."""
         compiling = self.compiling
         running = max(0.0, time.perf_counter() - self.start - compiling)
         self.compiling = 0.0
@@ -414,8 +415,8 @@ class Stopwatch:
 class Profile:
     """Traces three iterations of training into a folder.
 
-    folder: of the trace. place: the user's name for it. log: its method say() prints which
-    iterations were traced. first_iter, max_iters: the first iteration of this process, and the
+    folder: for the trace. place: the name of this folder in the message. log: has a method say(),
+    which prints the message. first_iter, max_iters: the first iteration of this process, and the
     last."""
 
     def __init__(self, folder, place, log, first_iter, max_iters):
@@ -445,7 +446,7 @@ class Profile:
             self.close()
 
     def close(self):
-        """Stops the trace, if it is running: the run is over."""
+        """Stops the trace, if it is running, and prints which iterations it has."""
         if self.is_running:
             jax.profiler.stop_trace()
             self.log.say(f'traced iterations {self.first} to {self.last} into {self.place}')
