@@ -1,7 +1,6 @@
-"""What LoRA has trained as an adapter of peft: adapter_config.json and adapter_model.safetensors.
+"""Makes an adapter of peft from LoRA's updates: adapter_config.json and adapter_model.safetensors.
 
-Reference: https://huggingface.co/docs/peft/developer_guides/checkpoint
-"""
+Reference: https://huggingface.co/docs/peft/developer_guides/checkpoint"""
 import re
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from jax_flags import UserError
 ADAPTER_CONFIG = 'adapter_config.json'
 ADAPTER_FILE = 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # every tensor's name begins with it
-EXPERT = re.compile(r'\.experts\.\d+\.')  # in the name of a module of one of several experts
+EXPERT = re.compile(r'\.experts\.\d+\.')  # in the names of the modules of experts
 
 
 class Halves(NamedTuple):
@@ -24,11 +23,10 @@ class Halves(NamedTuple):
 def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     """Returns (the content of adapter_config.json, {name: array}) of an adapter.
 
-    modules: {module of the model of transformers: Halves}. rank, alpha: of the run; where several
-    updates became one, its rank is a multiple of it, and so is its alpha. base: the model's path,
-    or its name on the hub. model_type: a key of its config.json. others: the modules that have no
-    update."""
-    # Their tensors, and the modules with another rank.
+    modules: {module of the model of transformers: Halves}. rank, alpha: of the run. A module that
+    joins n updates of the run has n times this rank and alpha. base: the path of the base model, or
+    its name on the hub. model_type: from its config.json. others: the modules without an update."""
+    # The tensors of the modules, and the modules with another rank than the run.
     tensors = {}
     ranks = {}
     alphas = {}
@@ -61,14 +59,14 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
 
 
 def as_peft_number(alpha):
-    """Returns an alpha as an int if it is one: peft's type of it."""
+    """Returns alpha as an int if it is a whole number, because peft writes it so."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def name_targets(modules, others):
-    """Returns the modules of an adapter as peft finds them: by the end of a name, such as 'q_proj',
-    or by the whole name if another module ends alike. Raises UserError if peft would still find
-    another module."""
+    """Returns the names by which peft finds the modules of an adapter: the ends of their names,
+    such as 'q_proj', or their whole names if a module in `others` ends alike. Raises UserError if
+    peft would still find another module."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

@@ -1,4 +1,4 @@
-"""Conversations as text and token ids: chat templates, and what of a conversation counts in
+"""Turns conversations into text and token ids by chat templates, and finds the tokens that count in
 training."""
 import contextlib
 import ctypes
@@ -14,14 +14,14 @@ import numpy as np
 from jax_flags import UserError, whole_characters
 
 SECONDS = 5  # limit of a chat template, an untrusted program, for one text
-MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no character
+MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no text has this code
 
 
 class Chat(NamedTuple):
     """A conversation as a chat template takes it."""
     messages: list  # [{'role': ..., 'content': text, 'tool_calls': [...]}]
     tools: list | None = None  # JSON schemas of the functions that the assistant may call
-    variables: dict = {}  # others of the template, as {'enable_thinking': False}
+    variables: dict = {}  # other variables of the template, as {'enable_thinking': False}
 
 
 def read_chat(messages, tools=None, variables=None):
@@ -34,8 +34,8 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_message(i, message):
-    """Returns message number i with its parts of text joined to one, because many templates take
-    nothing else. Raises UserError."""
+    """Returns message number i with its parts of text joined to one text, because many templates
+    take nothing else. Raises UserError if it is not a message."""
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     message = {key: value for key, value in message.items() if value is not None}
@@ -56,28 +56,29 @@ def read_message(i, message):
 
 
 def text_of_part(part):
-    """Returns the text of a part of a content, None for a part of another type."""
+    """Returns the text of a part of a message's content, None for a part of another type."""
     if not isinstance(part, dict):
         return part
     return part.get('text') if part.get('type', 'text') == 'text' else None
 
 
 def is_call(call):
-    """Whether this is a call of a tool, {'function': {'name': text, ...}} or {'name': text}."""
+    """Returns whether `call` is a tool call, {'function': {'name': text, ...}} or {'name':
+    text}."""
     function = call.get('function', call) if isinstance(call, dict) else None
     return isinstance(function, dict) and isinstance(function.get('name'), str)
 
 
 def call_of(message, n=-1):
-    """Returns call number n of a tool in a message, {'name': ..., 'arguments': ...}."""
+    """Returns tool call number n of a message, {'name': ..., 'arguments': ...}."""
     call = message['tool_calls'][n]
     return call.get('function', call)
 
 
 def with_arguments(tokenizer, chat):
-    """Returns a Chat with the arguments of tool calls in the form that its template takes: as
-    objects, decoded from OpenAI's JSON text; as text if the template fails with objects, or writes
-    them as Python does."""
+    """Returns a Chat with the arguments of tool calls in the form that its template takes. These
+    are objects, decoded from OpenAI's JSON text. If the template fails with objects, or writes them
+    as Python does, they are JSON text."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -99,7 +100,7 @@ def with_arguments(tokenizer, chat):
 
 
 def map_arguments(message, function):
-    """Applies a function to the arguments of each call in a message, and returns the message."""
+    """Returns a message with `function` applied to the arguments of each of its tool calls."""
     calls = []
     for call in message.get('tool_calls') or ():
         inner = call.get('function', call)
@@ -110,7 +111,7 @@ def map_arguments(message, function):
 
 
 def decode_arguments(message):
-    """Decodes arguments that are JSON text to objects, and returns the message."""
+    """Returns a message with arguments that are JSON text decoded to objects."""
     def decode(arguments):
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -121,22 +122,22 @@ def decode_arguments(message):
 
 
 def encode_arguments(message):
-    """Encodes the arguments of all calls as text, and returns the message."""
+    """Returns a message with the arguments of all calls encoded as JSON text."""
     return map_arguments(message, lambda arguments: arguments if isinstance(arguments, str)
                          else json.dumps(arguments, ensure_ascii=False))
 
 
 def render(tokenizer, chat, *, add_generation_prompt=False):
     """Returns the text of a Chat by the chat template of an HFTokenizer, followed by the beginning
-    of the next answer if add_generation_prompt. Raises UserError: see within_limits."""
+    of the next answer if add_generation_prompt. Raises UserError as within_limits does."""
     return within_limits(
         tokenizer.hf.apply_chat_template, chat.messages, tools=chat.tools,
         tokenize=False, add_generation_prompt=add_generation_prompt, **chat.variables)
 
 
 def render_marked(tokenizer, chat):
-    """Renders a Chat. Returns (text, [(start, end)] of its {% generation %} marks, in characters).
-    Raises UserError: see within_limits."""
+    """Renders a Chat. Returns (text, [(start, end)]): the spans, in characters, that the template
+    marks by {% generation %}. Raises UserError as within_limits does."""
     from transformers.utils.chat_template_utils import render_jinja_template
     hf = tokenizer.hf
     texts, spans = within_limits(
@@ -149,7 +150,7 @@ def render_marked(tokenizer, chat):
 def within_limits(function, *args, **options):
     """Returns the result of a function that runs a chat template.
 
-    Raises UserError for one that fails, refuses the messages, or computes for longer than
+    Raises UserError if the template fails, refuses the messages, or computes for longer than
     SECONDS."""
     try:
         with time_limit(SECONDS):
@@ -161,8 +162,9 @@ def within_limits(function, *args, **options):
 
 
 class Watch(threading.Thread):
-    """Ends what computes for too long in any thread, by TimeoutError. It measures the CPU time of
-    the thread alone: a process that was stopped, and other threads, cost nothing."""
+    """Raises TimeoutError in a thread that computes for too long. It measures the CPU time of that
+    thread alone: the time in which the process is stopped, or in which other threads run, does not
+    count."""
     INTERVAL = 0.1  # seconds between two looks
 
     def __init__(self):
@@ -185,7 +187,7 @@ class Watch(threading.Thread):
                     self.has_work.clear()
 
     def begin(self, seconds):
-        """Gives this thread so many seconds."""
+        """Limits the calling thread to `seconds` from now on."""
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
         with self.lock:
@@ -193,14 +195,14 @@ class Watch(threading.Thread):
             self.has_work.set()
 
     def end(self):
-        """Ends the limit of this thread. Returns whether the time was over."""
+        """Ends the limit of the calling thread. Returns whether its time was over."""
         thread = threading.get_ident()
         with self.lock:
             del self.limits[thread]
             is_over = thread in self.ended
             self.ended.discard(thread)
             if is_over:
-                raise_in(thread, None)  # it may not have come yet
+                raise_in(thread, None)  # cancels the error if it has not been raised yet
         return is_over
 
 
@@ -218,8 +220,8 @@ watches = []  # the Watch of this process
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TimeoutError if the body computes for more seconds in this thread. Where threads have
-    no clock of their own (Windows) there is no limit."""
+    """Raises TimeoutError if the block computes for more than `seconds` in this thread. On Windows,
+    where threads have no clocks of their own, there is no limit."""
     if not hasattr(time, 'pthread_getcpuclockid'):
         yield
         return
@@ -252,16 +254,16 @@ class Encoded(NamedTuple):
 
 
 def encode_training_chat(tokenizer, chat, counted=None):
-    """Returns a conversation, Encoded, by the chat template of an HFTokenizer.
+    """Returns a conversation as Encoded, by the chat template of an HFTokenizer.
 
-    chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. Of
-    those count the tokens that the template marks by {% generation %}; without such marks the whole
-    answer, from the end of the request for it (the generation prompt) to the special token that
-    ends it. If the template leaves that token to the message that follows, the last answer gets it
+    chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. If the
+    template marks parts by {% generation %}, their tokens count. Otherwise whole answers count,
+    from the end of the generation prompt to the special token that ends the answer. Some templates
+    write this token only at the beginning of the next message; then it is added to the last answer
     here.
 
-    Raises UserError if the template refuses the messages, writes an answer where it does not ask
-    for one, or another message into an answer."""
+    Raises UserError if the template refuses the messages, writes an answer anywhere but behind the
+    generation prompt, or writes another message into an answer."""
     # the parts of the text that count: as the template marks them, or the answers with their ends
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     chosen = [i for i in answers if counted is None or i in counted]
@@ -284,7 +286,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
     check_spans(tokenizer, chat, text, spans, chosen)
 
-    # their tokens; a special token may take in the spaces after it, and belongs to the text before
+    # the tokens of these parts; a special token may take in spaces of the part behind it, and does
+    # not belong to that part
     mask = np.zeros(len(ids), np.uint8)
     for start, end in spans:
         mask |= (starts < end) & (ends > start) & ~(is_special & (starts < start))
@@ -305,8 +308,9 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
 
 def bytes_of_spans(text, starts, ends):
-    """Returns the bytes in UTF-8 of the spans of a text, given in characters and in their order;
-    what several spans have, as tokens that are bytes of one character, counts for the first."""
+    """Returns the number of UTF-8 bytes of each span of a text. starts, ends: of the spans, in
+    characters and in order. A character that several spans share, as tokens of its bytes do, counts
+    for the first."""
     codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
     sizes = 1 + sum((codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
     reached = np.concatenate([[0], np.cumsum(sizes)])  # bytes before each character
@@ -315,8 +319,9 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns the spans of render_marked without those of the answers `left_out`, given by their
-    numbers. Raises UserError for an answer that the template does not mark by itself."""
+    """Returns the spans of render_marked without those of some answers. left_out: the numbers of
+    these answers. Raises UserError if the template does not mark one of them apart from the
+    others."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -338,19 +343,19 @@ class Special(NamedTuple):
 
 class Answer(NamedTuple):
     """Where an answer is in the text of a conversation, in characters."""
-    start: int  # the end of the request for it
+    start: int  # the end of the request for it, the generation prompt
     said: int  # the end of its text, or of the name of its last call
     limit: int  # the template writes the same up to here, with or without later messages
-    is_whole: bool  # whether nothing but that is behind it at the end of a conversation
+    is_whole: bool  # whether a conversation that ends with this answer ends at `limit`
     has_calls: bool  # whether it calls tools
 
 
 def find_answer(tokenizer, chat, i, text):
     """Returns the Answer i in `text`, the rendering of a Chat.
 
-    Other renderings have a mark in place of the answer. They show the text that the template writes
-    around it, even if the template rewrites earlier turns. Raises UserError if the answer is not
-    behind the request for it."""
+    Renders the Chat with a mark in place of the answer, to see the text that the template writes
+    around it, even if the template rewrites earlier turns. Raises UserError if the answer does not
+    follow the request for it."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')
@@ -358,7 +363,7 @@ def find_answer(tokenizer, chat, i, text):
     def text_of(messages, **options):
         return render(tokenizer, chat._replace(messages=messages), **options)
 
-    # the text around a mark in its place: among all messages, and at the end
+    # the text around a mark in place of the answer: with all messages, and without later ones
     messages = chat.messages
     has_calls = bool(messages[i].get('tool_calls'))
     marked = [*messages[:i], mark_answer(messages[i])]
@@ -377,10 +382,10 @@ def find_answer(tokenizer, chat, i, text):
         raise refusal
     said = len(text) - len(after)
 
-    # where the answer begins: behind the request for it, which the first message has not
+    # where the answer begins: behind the request for it; a first message has no request
     request = text_of(messages[:i], add_generation_prompt=True) if i else before
     start = len(request)
-    if not text.startswith(request):  # earlier turns are written otherwise when others follow
+    if not text.startswith(request):  # the template rewrites earlier turns when others follow
         prompt = request.removeprefix(text_of(messages[:i]))
         introduction = ''  # between request and answer
         is_request = before_last.startswith(request)
@@ -399,8 +404,9 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Whether the request for an answer ends like the text before the answer among all messages,
-    from the question on. Some templates write a system message only into a user's last turn."""
+    """Returns whether `request` and `before` end alike, from the question on. request: the text
+    that asks for the answer. before: the text before the answer in the whole conversation. They may
+    begin differently: some templates write a system message only into a user's last turn."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -409,8 +415,9 @@ def ends_alike(request, before, question):
 
 
 def find_places(tokenizer, chat, text):
-    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {number:
-    (start, end)} in characters, without messages that the template leaves out or rewrites."""
+    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {number of the
+    message: (start, end)} in characters, without messages that the template leaves out or
+    rewrites."""
     says = {i: message['content'] for i, message in enumerate(chat.messages)
             if isinstance(message.get('content'), str) and message['content'].strip()}
     places = {}
@@ -431,9 +438,10 @@ def find_places(tokenizer, chat, text):
 
 def check_spans(tokenizer, chat, text, spans, chosen):
     """Raises UserError if a span that counts holds the text of a message that does not count,
-    because the template writes it in an answer's place. chosen: the numbers of those that count."""
+    because the template writes it into an answer. chosen: the numbers of the messages that
+    count."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
-    # to look for them is slow: only where their words are
+    # finding their places is slow: only if a span has their words
     words = [chat.messages[i].get('content') for i in others]
     words = [each.strip() for each in words if isinstance(each, str) and each.strip()]
     if not any(each in text[start:end] for start, end in spans for each in words):
@@ -456,9 +464,10 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns warnings about a conversation, a list of sentences: the parts that the template
-    leaves out, so that a model is trained without them; and that the ids of the conversation do not
-    begin with the ids of the prompt for the last of the answers `counted`."""
+    """Returns warnings about a conversation, a list of sentences. They name the parts that the
+    template leaves out, so that a model is trained without them. One warns if `ids`, of the
+    conversation, do not begin with the prompt for the last answer that counts. counted: the numbers
+    of these answers."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
     left_out = left_out_parts(tokenizer, chat, parts)
@@ -476,7 +485,7 @@ def find_lost(tokenizer, chat, ids, counted):
 class Part(NamedTuple):
     """A part of a message that a template may leave out."""
     number: int  # of the message
-    kind: str  # its name in a message
+    kind: str  # its name in a warning
     key: str  # of the message
     value: str  # with MARK in place of the part
 
@@ -531,12 +540,13 @@ def mark_answer(message):
 
 
 def find_end(answer, text, specials, stop_tokens):
-    """Returns (start, end) of an Answer, as it counts in training, in the text of all messages.
+    """Returns (start, end) of the part of an Answer that counts in training, in `text`, the text of
+    all messages.
 
-    specials: the Specials of the text. An answer with tool calls may have special tokens around the
-    calls. Others end with the first special token behind their text, or with a stop token right
-    behind that one (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>)."""
-    # the special tokens behind its text, in order; the first that can end it does
+    specials: the Specials of the text. An answer ends with the first special token behind its text,
+    or with a stop token right behind that one (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
+    An answer with tool calls may have other special tokens around the calls."""
+    # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
     for special, following in zip(behind, [*behind[1:], None]):
@@ -555,7 +565,8 @@ def find_end(answer, text, specials, stop_tokens):
             return start, special.end
         break
 
-    # without one: the last that the template writes behind the answer, or all that it writes there
+    # without such a token: the last special token that the template writes behind the answer, else
+    # all that it writes there
     last = [special.end for special in behind if special.end <= limit][-1:]
     if last:
         return start, last[0]
@@ -566,7 +577,7 @@ def find_next_end(tokenizer, chat, behind):
     """Returns the ids that end the last answer of a Chat if the template writes them only at the
     beginning of the next message: a model generates them before it stops. [] if there are none.
 
-    behind: the text that the template writes behind the answer now."""
+    behind: the text that the template writes behind the answer if no message follows."""
     # render the conversation with a message that follows
     *messages, last = chat.messages
     follower = {'role': 'tool' if last.get('tool_calls') else 'user', 'content': 'x'}
@@ -587,9 +598,9 @@ def find_next_end(tokenizer, chat, behind):
 
 
 def final_answer(text):
-    """Returns what of an answer belongs to the conversation. gpt-oss writes
-    <|channel|>analysis<|message|>...<|end|> first, which its template takes for an error in a
-    message. (The other models' templates drop <think>...</think>.)"""
+    """Returns the part of an answer that belongs to the conversation. gpt-oss first writes
+    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with that. (The
+    other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:
         return text
     return text.partition('<|channel|>final<|message|>')[2].partition('<|end|>')[0]

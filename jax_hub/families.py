@@ -1,12 +1,11 @@
-"""The families of models on Hugging Face's hub: from the config.json of each to a GPTConfig.
+"""Maps the config.json of the families of models on Hugging Face's hub to a GPTConfig.
 
 transformers reads the file, because it knows the defaults of missing keys, older keys, and layers
-with windows, and it gives RoPE's parameters in one form. The functions here map that to the fields
-that GPT computes, and refuse all others.
+with windows, and it gives RoPE's parameters in one form. The functions here map its config to the
+fields of GPTConfig, and refuse values that GPT does not compute.
 
 Reference: https://github.com/huggingface/transformers/tree/main/src/transformers/models,
-configuration_*.py
-"""
+configuration_*.py"""
 import copy
 import math
 
@@ -14,10 +13,10 @@ from jax_flags import UserError, printable
 from jax_hub.folders import import_transformers, telling_warnings
 from jax_transformer import GPTConfig
 
-# model_type: the model_type of the class of transformers that reads it
+# {model_type: model_type of the class of transformers that reads it}
 CLASS_OF = {'kimi_k2': 'deepseek_v3', 'gemma3': 'gemma3_text', 'llama4': 'llama4_text'}
 COMPOSITE = ('gemma3', 'llama4')  # with a text_config beside a vision_config
-# keys that are no part of the language model
+# keys that do not belong to the language model
 NOT_READ = ('quantization_config', 'num_labels', 'id2label', 'label2id')
 QUANTIZATIONS = (None, 'mxfp4', 'fp8')
 GPT2_SIZES = {
@@ -32,7 +31,7 @@ GPT2_FIXED = {
     'scale_attn_by_inverse_layer_idx': False,
     'reorder_and_upcast_attn': False,
     'add_cross_attention': False,
-}  # all that GPT computes
+}  # the only values that GPT computes
 HF_ACTIVATIONS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
 LAYER_TYPES = {
     'full_attention': 'full',
@@ -42,7 +41,7 @@ LAYER_TYPES = {
 
 
 def require(hf, **supported):
-    """Raises UserError for a value of a config that is not the one that is computed."""
+    """Raises UserError if a key of a config has another value than the only supported one."""
     for key, value in supported.items():
         found = getattr(hf, key, value)
         if found != value:
@@ -90,7 +89,7 @@ def llama_fields(hf, *, activation='silu', attention_bias=False):
 
 
 def head_width(hf):
-    """Returns the channels of a head. Raises UserError for null where no model computes it."""
+    """Returns the number of channels of a head. Raises UserError if head_dim is null."""
     width = getattr(hf, 'head_dim', hf.hidden_size // hf.num_attention_heads)
     if width is None:
         raise UserError('head_dim=null is not supported for this family')
@@ -108,7 +107,8 @@ def mistral_config(hf):
 
 
 def window_of_all_layers(hf):
-    """Returns window and layer_types for equal layers, {} for layers without a window."""
+    """Returns the fields window and layer_types if all layers have the same window, {} if none
+    has."""
     if hf.sliding_window is None:
         return {}
     return {'window': hf.sliding_window, 'layer_types': ('window',)}
@@ -136,7 +136,8 @@ def qwen3_config(hf):
 
 
 def window_fields(hf):
-    """Returns window and layer_types, {} where no layer has a window."""
+    """Returns the fields window and layer_types, {} if no layer has a window. Raises UserError if
+    the size of the window is missing."""
     types = tuple(LAYER_TYPES[layer_type] for layer_type in hf.layer_types)
     if hf.sliding_window is not None:
         return {'window': hf.sliding_window, 'layer_types': types}
@@ -187,7 +188,7 @@ def gemma_fields(hf):
 
 
 def gemma2_config(hf):
-    """Returns Gemma 2's fields; a cap of null is none."""
+    """Returns Gemma 2's fields. A cap of null means no cap."""
     return gemma_fields(hf) | rope_fields(hf) | dict(
         attention_cap=hf.attn_logit_softcapping or 0.0,
         logit_cap=hf.final_logit_softcapping or 0.0,
@@ -356,17 +357,17 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns no other values of RopeScaling: positions are divided by the factor."""
+    """Returns {}: linear scaling divides positions by the factor, and needs no other values."""
     return {}
 
 
 def llama3(rope, factor, length):
-    """Returns RopeScaling's values of Llama 3."""
+    """Returns the values of RopeScaling for Llama 3."""
     return {'low': float(rope['low_freq_factor']), 'high': float(rope['high_freq_factor'])}
 
 
 def yarn(rope, factor, length):
-    """Returns RopeScaling's values of YaRN (arXiv:2309.00071)."""
+    """Returns the values of RopeScaling for YaRN (arXiv:2309.00071)."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = yarn_mscale(factor)
@@ -387,9 +388,9 @@ def yarn_mscale(factor, mscale=1.0):
 
 
 def longrope(rope, factor, length):
-    """Returns RopeScaling's values of LongRoPE up to the context length of pretraining. Beyond it
-    transformers turns also the positions by other factors that a KV cache has: the context ends
-    there."""
+    """Returns the values of RopeScaling for LongRoPE, up to the context length of pretraining. Our
+    context ends there: beyond it transformers rotates all positions by other factors, also those
+    that a KV cache holds already."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

@@ -25,8 +25,8 @@ HUB_FILES = (
 # The files of a model without safetensors.
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 
-# The keys of a config.json that become the length of a list or table before any weight is read, and
-# the largest values: heads have up to 576 features, published models a width of 18,432.
+# The largest values of the keys of a config.json that become the length of a list or table before
+# any weight is read. Published models have up to 576 features in a head and a width of 18,432.
 LENGTHS = {
     'num_hidden_layers': 10_000, 'n_layer': 10_000, 'num_labels': 2**16,
     'hidden_size': 2**20, 'n_embd': 2**20, 'num_attention_heads': 2**16, 'n_head': 2**16,
@@ -35,9 +35,9 @@ LENGTHS = {
     **dict.fromkeys(('num_experts', 'num_local_experts', 'n_routed_experts'), 10_000)}
 
 
-# What transformers warns of and is settled here, by words of each: its class has other splits than
-# tokenizer.json, which counts; Mistral's split, see read_as_filed; keys of RoPE that nothing reads,
-# and names of keys of its own; Llama 4's published factors of RoPE.
+# Words of transformers' warnings that need no attention here: its class splits text otherwise than
+# tokenizer.json, which counts; Mistral's split, see mend_mistral_split; keys of RoPE that nothing
+# reads, and deprecated names of its own keys; Llama 4's published factors of RoPE.
 SETTLED_WARNINGS = (
     '`tokenizer.json` is ByteLevel', 'incorrect regex pattern',
     'The tokenizer class you load from this checkpoint', 'Unrecognized keys in `rope_parameters`',
@@ -47,8 +47,8 @@ shown_warnings = set()  # lines; each is printed once in a process
 
 @contextlib.contextmanager
 def telling_warnings(folder):
-    """Prints what transformers warns of in the block, which reads a folder with it, in one line on
-    stderr each; but for SETTLED_WARNINGS, and where the block fails."""
+    """Prints the warnings of transformers in the block, which reads `folder`, as a line on stderr
+    each. Leaves out SETTLED_WARNINGS, and prints none if the block fails."""
     logger = logging.getLogger('transformers')
     handlers, level = logger.handlers, logger.level
     found = Collected()
@@ -79,10 +79,10 @@ class Collected(logging.Handler):
 
 
 def import_transformers():
-    """Returns the package transformers, silent but for telling_warnings.
+    """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
-    It is imported here alone, after jax has found its devices: where PyTorch is installed beside
-    it, transformers imports that, too. Raises UserError if it is not installed."""
+    Only this function imports it, after jax has found its devices, because transformers imports
+    PyTorch if that is installed. Raises UserError if transformers is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers
@@ -93,8 +93,8 @@ def import_transformers():
 
 
 def path_inside(folder, name):
-    """Returns the path of the file or folder `name` in a folder that may be untrusted. It need
-    not be there.
+    """Returns the path of the file or folder `name` in a folder that may be untrusted. The path
+    need not exist.
 
     A link may lead to another place in the folder. In Hugging Face's cache, where a snapshot
     consists of links, it may lead to the files of the same model. Raises UserError for a name or a
@@ -129,14 +129,14 @@ def read_config_json(folder):
 
 
 def text_config(config):
-    """Returns the part of a config.json that is of the language model."""
+    """Returns the language model's part of a config.json: its text_config, or all of it."""
     part = config.get('text_config')
     return part if isinstance(part, dict) else config
 
 
 def find_config_json(path):
-    """Returns the path of the config.json of a Hugging Face folder, or of one of its files; None
-    for nanoGPT's ckpt.pt."""
+    """Returns the path of the config.json of a model; None for nanoGPT's ckpt.pt. path: a Hugging
+    Face folder, or one of its weight files."""
     folder, name = os.path.split(weight_file(path))
     if name not in WEIGHT_FILES:
         return None
@@ -145,15 +145,15 @@ def find_config_json(path):
 
 def kept_config_json(out_dir):
     """Returns where a run in out_dir keeps the config.json of the Hugging Face model that it trains
-    further. There need not be one."""
+    further. The file need not exist."""
     return path_inside(out_dir, os.path.join('tokenizer', 'config.json'))
 
 
 def keep_config_json(source, out_dir):
     """Copies a config.json to kept_config_json(out_dir).
 
-    source: the path of the config.json; None for a run without one, where an earlier run's is
-    removed."""
+    source: the path of the config.json; None if the model has none, and then the config.json of an
+    earlier run is removed."""
     kept = kept_config_json(out_dir)
     if source:
         os.makedirs(os.path.dirname(kept), exist_ok=True)
@@ -164,8 +164,9 @@ def keep_config_json(source, out_dir):
 
 @contextlib.contextmanager
 def new_folder(folder):
-    """Gives the path of a folder to fill, which gets the name `folder` at the end of the block, if
-    that does not fail. Raises UserError if it cannot be written, or is there and not empty."""
+    """Yields the path of a temporary folder to fill. If the block does not fail, the folder is
+    renamed to `folder` at its end. Raises UserError if `folder` cannot be written, or exists and is
+    not empty."""
     folder = os.path.abspath(os.path.expanduser(folder))
     unfinished = f'{folder}.tmp-{os.getpid()}'
     try:
@@ -190,10 +191,10 @@ def new_folder(folder):
 # where a model is
 
 def local_path(path_or_name, files=HUB_FILES):
-    """Returns the local path of a model: the path itself, or the folder in the hub's cache of the
-    model of that name, downloaded unless it is there.
+    """Returns the local path of a model: the path itself, or for a name on the hub its folder in
+    the hub's cache. Downloads the model if it is not there.
 
-    files: patterns of the files that are downloaded. Raises UserError if it cannot be
+    files: patterns of the files that are downloaded. Raises UserError if the model cannot be
     downloaded."""
     if not is_on_hub(path_or_name):
         return os.path.expanduser(path_or_name)
@@ -214,19 +215,19 @@ def name_on_hub(name):
 
 
 def is_hub_name(name):
-    """Returns whether this may be the name of a model on Hugging Face's hub."""
+    """Returns whether `name` may be the name of a model on Hugging Face's hub."""
     return name in PUBLISHED or re.fullmatch(r'\w[\w.-]*/[\w.-]+', str(name)) is not None
 
 
 def is_on_hub(name):
-    """Returns whether this names a model on the hub, and nothing on this disk."""
+    """Returns whether `name` names a model on the hub, and nothing on this disk."""
     return is_hub_name(name) and not os.path.exists(os.path.expanduser(name))
 
 
 def download(repo, files):
-    """Returns the folder in the hub's cache of a model, downloaded unless it is there.
+    """Returns the folder of a model in the hub's cache. Downloads the model if it is not there.
 
-    repo: its name on the hub. files: patterns of the files that are wanted."""
+    repo: the full name on the hub. files: patterns of the files that are wanted."""
     from huggingface_hub import snapshot_download
     logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
     try:
@@ -251,8 +252,8 @@ def has_weights(folder):
 
 
 def weight_file(path):
-    """Returns the file that holds or lists the weights of a folder, or the path itself. Raises
-    UserError if there is none."""
+    """Returns the file that holds or lists the weights of the folder `path`; a file is returned as
+    it is. Raises UserError if there is none."""
     if str(path).endswith('.gguf'):
         raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
                         'PyTorch is installed, see "GGUF and adapters" in docs/models.md')

@@ -1,8 +1,7 @@
-"""A model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens in
-one. The package gguf has the names of tensors and of settings.
+"""Writes a model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens
+in one. The package gguf has the names of tensors and of settings.
 
-Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
-"""
+Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py"""
 import contextlib
 import json
 import logging
@@ -15,7 +14,7 @@ from jax_hub.tokenizers import LLAMA3_SPLIT
 
 GGUF_DTYPES = ('float32', 'float16', 'q8_0')
 
-# {model_type of config.json: architecture of llama.cpp}. It computes a Mistral as a Llama.
+# {model_type of config.json: architecture of llama.cpp}. llama.cpp computes a Mistral as a Llama.
 ARCHITECTURES = {
     'gpt2': 'gpt2',
     'llama': 'llama',
@@ -38,8 +37,8 @@ SPLITS = {
 
 
 def why_no_gguf(config, family):
-    """Returns '' if write_gguf can write this model, else the kind of models that it belongs to and
-    that write_gguf does not write."""
+    """Returns the kind of models that write_gguf cannot write and to which this model belongs, for
+    a message; '' if write_gguf can write it."""
     # a window that is as long as the longest text hides nothing
     kinds = {config.layer(i)[0] for i in range(config.n_layer)}
     has_idle_windows = kinds == {'window'} and config.window >= config.block_size
@@ -48,7 +47,7 @@ def why_no_gguf(config, family):
         return 'a model with sliding windows, layers without RoPE or rope scaling'
     if family not in ARCHITECTURES:
         return f'a {family}, only of {", ".join(ARCHITECTURES)}'
-    # llama.cpp's Qwen3-MoE
+    # llama.cpp's Qwen3-MoE has experts in all layers, with weights that sum to 1
     has_experts_alone = all(config.layer(i)[1] for i in range(config.n_layer))
     if config.moe and not (has_experts_alone and config.moe.normalize):
         return ('a mixture of experts with layers without experts, or with weights of experts that '
@@ -64,8 +63,8 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
     GGUF. dtype: the type of matrices, one of GGUF_DTYPES; vectors and positions stay in float32.
     tokenizer: an HFTokenizer or a CharTokenizer.
 
-    Raises UserError for a model or tokenizer that llama.cpp does not have, and for a file that is
-    there."""
+    Raises UserError for a model or tokenizer that llama.cpp does not have, and if the file
+    exists."""
     try:
         import gguf
     except ImportError:
@@ -126,7 +125,7 @@ def add_settings(writer, config, family):
 def tensor_type(name, shape, dtype, types):
     """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType).
 
-    As in llama.cpp, rows that are no whole blocks of 32 are float16 instead of q8_0, and some
+    As in llama.cpp, q8_0 needs rows of a multiple of 32 elements; other rows are float16. Some
     tensors stay float32, such as the router of experts."""
     is_vector = len(shape) < 2
     is_kept = name == 'position_embd.weight' or name.endswith('.ffn_gate_inp.weight')
@@ -139,8 +138,8 @@ def tensor_type(name, shape, dtype, types):
 
 
 def check_range(name, x, kind):
-    """Raises UserError for a tensor with weights that a type of GGUF makes infinite. q8_0 has one
-    scale in float16 for 32 weights: the largest of them, divided by 127."""
+    """Raises UserError if a tensor has weights that are infinite in the GGUF type `kind`. q8_0 has
+    one scale in float16 for 32 weights: the largest of them, divided by 127."""
     limits = {'F16': 65504, 'Q8_0': 127 * 65504}
     if kind in limits and np.abs(x).max(initial=0) > limits[kind]:
         raise UserError(f'{name} has weights above {limits[kind]:,}, which are infinite in {kind}; '
@@ -150,8 +149,9 @@ def check_range(name, x, kind):
 def add_tokenizer(writer, types, tokenizer, vocab_size):
     """Adds the tokens, merges, end tokens and chat template of a tokenizer to a GGUFWriter.
 
-    A vocabulary of characters is written as one of RWKV: of llama.cpp's tokenizers that take the
-    longest match, it is the one that needs no end token. types: gguf.TokenType."""
+    A vocabulary of characters is written as a tokenizer of RWKV: of llama.cpp's tokenizers that
+    take the longest match, only this one needs no end token. types: gguf.TokenType. Raises
+    UserError for a tokenizer that llama.cpp does not have."""
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
                         f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')
@@ -211,8 +211,8 @@ def read_tokens(description, tokenizer, types):
 
 
 def add_ends(writer, tokenizer):
-    """Adds the tokens that begin and end a text to a GGUFWriter. Returns the ids that begin each.
-    Raises UserError where llama.cpp has no place for them."""
+    """Adds the tokens that begin and end a text to a GGUFWriter. Returns the ids that begin each
+    text. Raises UserError if llama.cpp has no place for them."""
     ends = [] if tokenizer.end_token is None else [tokenizer.end_token]
     ends += [id for id in tokenizer.stop_tokens if id not in ends]
     if not 1 <= len(ends) <= 3:
@@ -253,8 +253,8 @@ def split_of(description):
 
 
 def split_patterns(pre_tokenizer):
-    """Returns the patterns that split text before a byte-level BPE in a tokenizer.json, or None if
-    it does anything else. pre_tokenizer: the object of that name in the tokenizer.json."""
+    """Returns the patterns that split text before a byte-level BPE in a tokenizer.json; None if
+    there are other steps. pre_tokenizer: the object of that name in the tokenizer.json."""
     steps = (pre_tokenizer or {}).get('pretokenizers', [pre_tokenizer])
     patterns = []
     for step in steps:

@@ -1,4 +1,5 @@
-"""Text <-> token ids. A dict in meta.json and in every checkpoint describes a tokenizer."""
+"""Converts text to token ids and back. A dict in meta.json and in every checkpoint describes a
+tokenizer."""
 import functools
 import hashlib
 import json
@@ -21,7 +22,7 @@ KEPT_SETTINGS = ('split_special_tokens', 'padding_side', 'truncation_side', 'mod
 TEMPLATE_REMEDY = 'data/chat/prepare.py --template=plain makes data from which it learns one'
 LARGEST_ID = 2**22  # the largest vocabularies that are known have a million ids
 
-# files of a Hugging Face folder that tell of its tokenizer
+# files of a Hugging Face folder that define its tokenizer
 VOCABULARIES = ('tokenizer.json', 'vocab.json', 'merges.txt', 'tokenizer.model')
 TEMPLATES = ('chat_template.jinja', 'additional_chat_templates')
 READ_FILES = (
@@ -37,17 +38,18 @@ def import_chats():
 
 
 class CharTokenizer:
-    """A token per character. The other classes have the same attributes and methods."""
+    """A tokenizer with a token per character. The other classes have the same attributes and
+    methods."""
     stop_tokens = ()  # ids that end a text
-    stop_texts = ()  # texts that do
-    # before a text that is scored: the token that begins a document, else the one that ends it
+    stop_texts = ()  # texts that end a text
+    # put before a text that is scored: the token that begins a document, else the one that ends it
     start_token = None
-    start_text = None  # its name, which may be at the beginning of a text
+    start_text = None  # how start_token is written, which may be at the beginning of a text
     chat_template = None  # how a chat is written as a text
     sampling = {}  # the sampling defaults of the model's authors, {'temperature': 0.6, ...}
 
     def __init__(self, chars):
-        """chars: a text of the characters in the order of their ids."""
+        """Makes a tokenizer of `chars`, a text of the characters in the order of their ids."""
         self.chars = chars
         self.vocab_size = len(chars)
         self.ids = {c: i for i, c in enumerate(chars)}
@@ -67,7 +69,7 @@ class CharTokenizer:
 
 
 def check_characters(text, known):
-    """Raises UserError if a text has others than the known characters."""
+    """Raises UserError if a text has characters that are not in `known`."""
     unknown = sorted(set(text) - set(known))
     if unknown:
         raise UserError('the text has characters that the model does not know: '
@@ -117,7 +119,8 @@ class HFTokenizer:
     contain special tokens; decoding leaves them out."""
 
     def __init__(self, folder, is_copy=False):
-        """is_copy: whether copy_tokenizer has written the folder."""
+        """Reads the tokenizer of a folder. is_copy: whether copy_tokenizer has written the
+        folder."""
         self.tokenizer, self.special, self.hf = read_folder(folder, is_copy)
         self.chat_template = self.hf and self.hf.chat_template
         self.ids = self.tokenizer.get_vocab()  # with the added tokens
@@ -133,13 +136,14 @@ class HFTokenizer:
         self.read_ends([generation, config, text_config(config)], size)
         limit_vocabulary(self, size)
 
-        # whether write_char_tokenizer made it: it would leave out characters that it lacks
+        # whether write_char_tokenizer made it: then encode refuses characters that it lacks, which
+        # the Tokenizer would leave out
         is_plain = self.tokenizer.normalizer is None and self.tokenizer.pre_tokenizer is None
         self.has_letters_only = is_plain and all(len(token) == 1 for token in self.ids)
 
     def read_ends(self, configs, size):
-        """Sets the tokens that begin and end a text, first by their names, then by the ids in the
-        configs. size: of the model's embedding; a token past it does not count."""
+        """Sets the tokens that begin and end a text. Looks for them by their names first, then by
+        the ids in `configs`. size: of the model's embedding; tokens past it do not count."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -164,8 +168,9 @@ class HFTokenizer:
         self.special_ids |= added.keys() & {begin, end, *self.stop_tokens}
 
     def encode(self, text, begin=True):
-        """Returns the ids of a text, with the tokenizer's prefix unless begin is False. Its suffix
-        is left out, because the text goes on: more tokens are scored or generated."""
+        """Returns the ids of a text. If begin, the tokens that the tokenizer puts before a text are
+        included. Those that it puts behind a text are left out, because more tokens are scored or
+        generated behind it."""
         self.check_characters(text)
         ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
         return ids[:len(ids) - self.n_behind] if begin else ids
@@ -208,15 +213,15 @@ class HFTokenizer:
         return n_bytes
 
     def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
-        """Returns the text of the messages of a chat; tools, variables: see read_chat. Raises
-        UserError."""
+        """Returns the text of the messages of a chat. tools, variables: see read_chat. Raises
+        UserError if there is no template, or if it refuses the messages."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.render(self, chat, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages, *, tools=None, variables=None):
-        """Returns the ids of render_chat, with the beginning of the answer; the template writes all
+        """Returns the ids of a chat and of the beginning of the answer. The template writes all
         special tokens."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
                                 variables=variables)
@@ -224,14 +229,14 @@ class HFTokenizer:
         return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
-        """Returns a conversation, Encoded, see jax_hub.chats.encode_training_chat."""
+        """Returns a conversation as Encoded, see jax_hub.chats.encode_training_chat."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
-        """Returns warnings about a conversation with these ids: see jax_hub.chats.find_lost."""
+        """Returns warnings about a conversation, see jax_hub.chats.find_lost."""
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
@@ -241,11 +246,12 @@ class HFTokenizer:
 # the tokenizer of a folder
 
 def read_folder(folder, is_copy=False):
-    """Returns (Tokenizer, names of its special tokens, transformers' tokenizer) of a folder.
+    """Returns (Tokenizer, special tokens, transformers' tokenizer) of a folder.
 
-    The first is of the library tokenizers, the names are {'bos_token': text, ...}, and the last is
-    None for a folder that says all in tokenizer.json: an own BPE, or the copy in a run. is_copy:
-    see HFTokenizer. Raises UserError for what cannot be read, and for a link out of the folder."""
+    The Tokenizer is of the library tokenizers, the special tokens are {'bos_token': text, ...}.
+    transformers' tokenizer is None if tokenizer.json says all, as it does for a BPE of our own or
+    for the copy in a run. is_copy: see HFTokenizer. Raises UserError if the files cannot be read,
+    and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -288,14 +294,15 @@ def open_with_transformers(folder):
 
 
 def is_own_copy(settings):
-    """Whether copy_tokenizer has written a folder, given its tokenizer_config.json: transformers 5
-    writes "backend", and no class of this older name."""
+    """Returns whether copy_tokenizer has written a folder. settings: its tokenizer_config.json.
+    transformers 5 writes "backend" beside another class; only copy_tokenizer writes both "backend"
+    and AS_FILED."""
     return settings.get('tokenizer_class') == AS_FILED and 'backend' in settings
 
 
 def is_as_filed(folder, settings):
-    """Whether tokenizer.json and its settings say all of a tokenizer: no class changes it, no other
-    file adds to it, and it has no chat template."""
+    """Returns whether tokenizer.json and its `settings` say all of a tokenizer: no class changes
+    it, no other file adds to it, and it has no chat template."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}
@@ -303,8 +310,8 @@ def is_as_filed(folder, settings):
 
 
 def adds_none(settings, tokenizer):
-    """Whether a tokenizer_config.json names no token that a Tokenizer lacks: transformers would add
-    it."""
+    """Returns whether a Tokenizer has all tokens that its `settings` (tokenizer_config.json) name.
+    Otherwise transformers adds the missing ones."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]
@@ -335,11 +342,11 @@ MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
 
 
 def mend_mistral_split(tokenizer, folder, settings):
-    """Gives the Tokenizer of a folder of Mistral the published split in place of the wrong one, as
-    transformers' fix_mistral_regex does, and says so; not where tokenizer_config.json has
-    "fix_mistral_regex": false.
+    """Replaces the wrong split of some Mistral tokenizers by the published one, as transformers'
+    fix_mistral_regex does, and says so. tokenizer_config.json can forbid it by "fix_mistral_regex":
+    false.
 
-    Llama 3's tokenizer has the same split rightly, also in a model of Mistral's architecture."""
+    In Llama 3's tokenizer the same split is right, also if the model has Mistral's architecture."""
     config = read_config_json(folder)
     version = re.match(r'\d+', str(config.get('transformers_version')))
     is_old = version is None or int(version[0]) < 5
@@ -361,7 +368,7 @@ def mend_mistral_split(tokenizer, folder, settings):
 
 
 def as_list(value):
-    """Returns the ids of a value of a config: an id, several or None."""
+    """Returns a list of the ids in a value of a config: one id, a list of ids, or None."""
     ids = value if isinstance(value, list) else [value]
     return [id for id in ids if type(id) is int]
 
@@ -383,14 +390,15 @@ def read_stop_texts(generation):
 
 
 def decoder_kinds(tokenizer):
-    """Returns the types of the decoder's steps of a Tokenizer, a set: 'ByteLevel', 'Fuse'."""
+    """Returns the set of the types of a Tokenizer's decoder steps, such as {'ByteLevel',
+    'Fuse'}."""
     decoder = json.loads(tokenizer.to_str())['decoder'] or {}
     return {step['type'] for step in (decoder, *decoder.get('decoders', ())) if step}
 
 
 def limit_vocabulary(tokenizer, size):
-    """Leaves out special tokens past the `size` of a model's embedding: Gemma 3's text models have
-    one, for images."""
+    """Sets vocab_size to `size`, the size of the model's embedding, if only special tokens are past
+    it. Gemma 3's text models have such a token, for images."""
     if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
         tokenizer.vocab_size = min(tokenizer.vocab_size, size)
 
@@ -420,8 +428,8 @@ def load_tokenizer(description):
 
 
 def load_token_bytes(description, vocab_size):
-    """Returns token_bytes of the tokenizer that a description means, as an array [vocab_size]; None
-    if it cannot be loaded."""
+    """Returns the token_bytes of a tokenizer as an array [vocab_size]; None if it cannot be loaded.
+    description: see load_tokenizer."""
     try:
         n_bytes = load_tokenizer(description).token_bytes()
     except UserError:
@@ -432,8 +440,8 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """Returns the description of the tokenizer of a pretrained model: its folder's, or GPT-2's if
-    there is none and the vocabulary has GPT-2's size; None if it is unknown."""
+    """Returns the description of the tokenizer of a pretrained model: the one in its folder, or
+    GPT-2's if there is none and the vocabulary has GPT-2's size. Returns None if it is unknown."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if any(os.path.exists(os.path.join(folder, name)) for name in VOCABULARIES):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
@@ -442,8 +450,8 @@ def describe_tokenizer(model_path, vocab_size):
 
 def locate_tokenizer(description, folder):
     """Returns the description with its path, if it has one, relative to the current folder instead
-    of relative to `folder`. It has "is_copy", see HFTokenizer, for the tokenizer of a run or a data
-    set."""
+    of relative to `folder`. Adds "is_copy", see HFTokenizer, which is true for the tokenizer of a
+    run or a data set."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
@@ -451,8 +459,8 @@ def locate_tokenizer(description, folder):
 
 
 def same_tokens(a, b):
-    """Whether two tokenizers, given by their descriptions, have the same tokens and split a text
-    into the same ones."""
+    """Returns whether two tokenizers have the same tokens and split a text into the same ones. a,
+    b: their descriptions."""
     kinds = {a['kind'], b['kind']}
     if kinds == {'folder'}:
         return digest_of(a) == digest_of(b)
@@ -467,12 +475,12 @@ def same_tokens(a, b):
 
 
 def digest_of(description):
-    """Returns the tokens_digest of a tokenizer of the kind 'folder': as prepare.py wrote it, or as
-    the folder is now."""
+    """Returns the tokens_digest of a tokenizer of the kind 'folder': the one that prepare.py wrote
+    into its description, or that of the folder now."""
     return description.get('digest') or tokens_digest(load_tokenizer(description).tokenizer)
 
 
-# what tokenizers split in different ways: spaces, lines, digits, case, accents, scripts
+# a text that tokenizers split in different ways: spaces, lines, digits, case, accents, scripts
 PROBE = (
     'def add(x, y):\n    return x + y  # 12 + 345\n\n\n\tif a:\r\n        pass \n  '
     "It's IT'S, we'll don\u2019t; NaOH eBay mL pH camelCaseHTTPServer HELLO\u00c9t\u00e9 2026 1234567 "
@@ -481,7 +489,7 @@ PROBE = (
     '\ud55c\uad6d\uc5b4 \u0440\u0443\u0441\u0441\u043a\u0438\u0439 \u0627\u0644\u0639\u0631\u0628\u064a\u0629 '
     '\u0e44\u0e17\u0e22 \u0939\u093f\u0928\u094d\u0926\u0940 \U0001f600\U0001f468\u200d\U0001f469  two   three '
     '\u00a0\u3000\u2028end')
-N_PROBED = 20  # added tokens
+N_PROBED = 20  # tokens_digest looks at so many added tokens
 
 
 GPT2_PROBE = 'ca9ae9970c63f5b0083078aff076afb78ea0b2316d961e9d3a5dd77f278ddd35'  # digest(probe_ids()) of GPT-2's BPE
@@ -511,8 +519,9 @@ def digest(content):
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
-    set. The arguments are the descriptions of both; the model's may be None (unknown). Raises
-    UserError unless their ids mean the same tokens."""
+    set. data, model: the descriptions of their tokenizers; the model's may be None (unknown).
+    dataset, model_name: for the message. vocab_size: of the model. Raises UserError unless the ids
+    of both mean the same tokens."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
@@ -525,8 +534,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 
 def remedy_for_tokens(description, name):
-    """Returns what makes a data set with the tokens of this tokenizer, for messages. name: of the
-    model or the folder that has it."""
+    """Returns how to make a data set with the tokens of a tokenizer, for messages. name: of the
+    model or the folder that has the tokenizer."""
     if description['kind'] == 'char':
         return 'the model knows characters: take a data set with the same ones'
     if description['kind'] == 'gpt2':
@@ -567,7 +576,7 @@ def write_gpt2_tokenizer(folder):
 
 
 def write_tokenizer(description, folder):
-    """Writes the files of a tokenizer of any kind to `folder`, as those of the kind 'folder'."""
+    """Writes a tokenizer of any kind to `folder`, with the files of the kind 'folder'."""
     match description:
         case {'kind': 'char', 'chars': chars}:
             write_char_tokenizer(chars, folder)
@@ -578,7 +587,8 @@ def write_tokenizer(description, folder):
 
 
 def write_template(folder, template):
-    """Writes a chat template, a text, into a folder of write_tokenizer, in place of its own."""
+    """Writes a chat template, a text, into a folder that write_tokenizer has filled, in place of
+    the templates there."""
     for name in TEMPLATES:
         path = os.path.join(folder, name)
         shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
@@ -591,7 +601,7 @@ def write_template(folder, template):
 
 def copy_tokenizer(description, folder):
     """Writes the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all
-    tokens, whatever other files and classes have added, and generation_config.json with all end
+    tokens, also those that other files and classes add, and generation_config.json with all end
     tokens."""
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):

@@ -23,14 +23,14 @@ STORAGES = {
 
 
 def read_torch_checkpoint(path):
-    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors;
-    those that shared memory still do.
+    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors.
+    Tensors that shared memory become arrays that share it.
 
     Raises UserError for a damaged file, for the format of torch before 1.6, and for a file that
     asks for anything but containers, numbers, strings and tensors."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch.save compresses nothing: a small file that is large in memory is not its work
+            # torch.save does not compress: a small file that unpacks to a large one is not its work
             if sum(entry.file_size for entry in archive.infolist()) > os.path.getsize(path):
                 raise UserError('what it holds is larger than the file')
             return TorchUnpickler(archive).load()
@@ -43,8 +43,8 @@ def read_torch_checkpoint(path):
 
 
 def state_dict(tensors, path):
-    """Returns an object of read_torch_checkpoint(path) if it is a state dict, {name: array}. Raises
-    UserError for any other."""
+    """Returns `tensors` if it is a state dict, {name: array}. Raises UserError otherwise. path: the
+    file that it was read from."""
     is_state_dict = isinstance(tensors, dict) and all(
         isinstance(name, str) and isinstance(x, np.ndarray) for name, x in tensors.items())
     if not is_state_dict:
@@ -59,8 +59,8 @@ class Storage(NamedTuple):
 
 
 def rebuild_tensor(storage, offset, size, stride, *unused):
-    """Stands for torch._utils._rebuild_tensor_v2: returns an array that views its storage.
-    Raises UserError for one that reaches beyond it."""
+    """Takes the place of torch._utils._rebuild_tensor_v2: returns an array that views `storage`.
+    Raises UserError for a tensor that reaches beyond its storage."""
     width = storage.dtype.itemsize
     n_elements = len(storage.data) // width
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -73,7 +73,7 @@ def rebuild_tensor(storage, offset, size, stride, *unused):
 
 
 def rebuild_parameter(tensor, *unused):
-    """Stands for torch._utils._rebuild_parameter."""
+    """Takes the place of torch._utils._rebuild_parameter: returns the tensor."""
     return tensor
 
 
@@ -87,7 +87,7 @@ class TorchUnpickler(pickle.Unpickler):
         **{('torch', name): dtype for name, dtype in STORAGES.items()}}
 
     def __init__(self, archive):
-        """archive: an open ZipFile."""
+        """Reads the pickle in `archive`, an open ZipFile. Raises UserError if there is none."""
         self.archive = archive
         pickles = [name for name in archive.namelist() if name.endswith('/data.pkl')]
         if len(pickles) != 1:
@@ -100,16 +100,16 @@ class TorchUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(archive.read(pickles[0])))
 
     def find_class(self, module, name):
-        """Returns what stands for a name in a pickle. Raises UserError for any that tensors do not
-        need."""
+        """Returns the object in ALLOWED for a name in a pickle. Raises UserError for any other
+        name, because the pickle could run it."""
         if (module, name) not in self.ALLOWED:
             raise UserError(f'it asks to run {module}.{name}, which tensors do not need and which '
                             'was not run; save the checkpoint again without it')
         return self.ALLOWED[module, name]
 
     def persistent_load(self, pid):
-        """Returns the Storage that a pickle names as ('storage', dtype, key, device, number of
-        elements)."""
+        """Returns the Storage for `pid`: ('storage', dtype, key, device, number of elements).
+        Raises UserError for an unknown dtype or another size."""
         _, dtype, key, _, n_elements = pid
         if dtype not in STORAGES.values():
             raise UserError(f'a storage of the type {dtype!r:.80}')

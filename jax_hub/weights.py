@@ -1,5 +1,5 @@
-"""A model of others on disk: its config and its tensors, in safetensors, shards, MXFP4 and fp8
-blocks, or of torch.save."""
+"""Reads models of others from disk: config and tensors, in safetensors, shards, MXFP4 and fp8
+blocks, or files of torch.save. Writes safetensors and shards."""
 import json
 import math
 import os
@@ -58,7 +58,7 @@ def first_names(names):
 
 
 def refuse_mlx(tensors, source):
-    """Raises UserError for the weights that MLX quantizes: several numbers in 32 bits, with scales
+    """Raises UserError for weights that MLX has quantized: several numbers in 32 bits, with scales
     and biases."""
     for name, x in tensors.items():
         scales = f'{name.removesuffix("weight")}scales'
@@ -79,7 +79,7 @@ def common_dtype(arrays):
 def require_keys(keys, values, source, what):
     """Raises UserError unless `values` is a dict with all `keys`.
 
-    source: the file that they are from. what: the kind of file that it should be."""
+    source: the file that the values are from. what: the kind of file that it should be."""
     if isinstance(values, dict):
         missing = [key for key in keys if key not in values]
     else:
@@ -300,9 +300,10 @@ class ScaledBlocks(NamedTuple):
 
 
 def read_block(config, source):
-    """Returns [rows, columns] of the blocks of numbers that share a scale.
+    """Returns [rows, columns] of a block of numbers that share a scale.
 
-    config: the content of a config.json, source: its path. Raises UserError for other values."""
+    config: the content of a config.json, source: its path. Raises UserError unless these are two
+    numbers above 0."""
     block = (config.get('quantization_config') or {}).get('weight_block_size') or [128, 128]
     are_sizes = isinstance(block, list) and len(block) == 2 and all(
         type(size) is int and size > 0 for size in block)
