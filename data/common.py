@@ -40,7 +40,7 @@ def end_at_signals():
     def stop(number, frame):
         if os.getpid() != script:  # a worker of datasets, which has a copy of this function
             os._exit(128 + number)
-        sys.excepthook = lambda *error: sys.exit(128 + number)  # what fails now is not told
+        sys.excepthook = lambda *error: sys.exit(128 + number)  # prints no error from here on
         with contextlib.suppress(OSError):  # the terminal is gone
             os.write(2, b'\ninterrupted; run the same command again\n')
         sys.exit(128 + number)
@@ -52,15 +52,17 @@ def end_at_signals():
 
 
 def positive(text):
-    """Returns the number above 0 that a flag gives. Raises ValueError for another value."""
+    """Returns the number above 0 that `text`, the value of a flag, means. Raises ValueError for
+    another value."""
     if int(text) < 1:
         raise ValueError
     return int(text)
 
 
 def create_parser(doc, out_dir, *, rows=False):
-    """Returns the parser of a script with this docstring, with the flag --out_dir and its default,
-    and with --rows if asked. From here on a signal ends the script with a line."""
+    """Returns the parser of a script, with the flag --out_dir, and with --rows if `rows`. doc: the
+    script's docstring, which --help prints. out_dir: the default. From here on a signal ends the
+    script with a line."""
     end_at_signals()
     parser = argparse.ArgumentParser(description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,7 +77,7 @@ def create_parser(doc, out_dir, *, rows=False):
 
 
 def download(url, path):
-    """Downloads a file unless it is there already. Raises UserError."""
+    """Downloads a file unless it is there already. Raises UserError if that fails."""
     if os.path.exists(path):
         return
     try:
@@ -98,7 +100,7 @@ END = '<|endoftext|>'
 
 
 class Vocabulary(NamedTuple):
-    """How text becomes ids."""
+    """A tokenizer, and how documents are written with it."""
     tokenizer: dict  # its description in meta.json
     size: int
     begin: list = []  # the ids before and after a document
@@ -119,7 +121,7 @@ def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
 
     has_chat: whether bpe:N also has CHAT_TOKENS. texts, train_texts: functions that return an
     iterable of all texts, and of the training texts, which bpe:N learns from; None in a script that
-    learns no vocabulary. Raises UserError."""
+    learns no vocabulary. Raises UserError for a value that is not possible."""
     kind, _, size = wanted.partition(':')
     if has_chat and kind != 'bpe':
         fail(f'--chat is for a vocabulary of its own, as --tokenizer=bpe:4096, not {wanted}')
@@ -151,10 +153,10 @@ def train_bpe(texts, size, has_chat=False):
     """Returns a byte-level BPE of at most `size` tokens: END, with has_chat CHAT_TOKENS, the 256
     bytes, and the merges that occur twice in the texts.
 
-    A token is a part of one match: a word with the space before it, a digit, or punctuation with
-    the newlines after it. The pattern is Qwen2's, because llama.cpp only splits by
-    patterns that it knows. A pattern with newline and indentation in one token has 4% (bpe:1024) to
-    6% (bpe:4096) fewer tokens for Python."""
+    A pattern splits the text, and a token is a part of one match: a word with the space before it,
+    a digit, or punctuation with the newlines after it. The pattern is Qwen2's, because llama.cpp
+    only splits by patterns that it knows. A pattern with newline and indentation in one token has
+    4% (bpe:1024) to 6% (bpe:4096) fewer tokens for Python."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from jax_hub.gguf_files import QWEN2_SPLIT
@@ -186,7 +188,7 @@ def train_bpe(texts, size, has_chat=False):
 
 
 def gpt2_encoding():
-    """Returns GPT-2's BPE, of tiktoken. Raises UserError without its files."""
+    """Returns GPT-2's BPE, of tiktoken. Raises UserError if its files cannot be downloaded."""
     import tiktoken
     try:
         return tiktoken.get_encoding('gpt2')
@@ -196,10 +198,10 @@ def gpt2_encoding():
 
 
 def load_model_tokenizer(model, template=None, stop_text=None):
-    """Returns the tokenizer of a model, and its vocabulary. model: a Hugging Face folder or
-    owner/name, the out_dir of a run, a data set, or gpt2. template: a chat template, a text, in
-    place of the model's. stop_text: what ends the answers of this template if the model has no
-    token that ends a text. Raises UserError."""
+    """Returns (HFTokenizer, Vocabulary) of a model. model: a Hugging Face folder or owner/name, the
+    out_dir of a run, a data set, or gpt2. template: a chat template, a text, in place of the
+    model's. stop_text: the text that ends the answers of this template if the model has no token
+    that ends a text. Raises UserError if the tokenizer cannot be read."""
     from jax_hub.tokenizers import HFTokenizer, write_template, write_tokenizer
     source = find_tokenizer(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -220,7 +222,7 @@ def load_model_tokenizer(model, template=None, stop_text=None):
 
 
 def find_tokenizer(model):
-    """Returns the description of the tokenizer of a model, named as load_model_tokenizer says."""
+    """Returns the description of the tokenizer of a model. model: see load_model_tokenizer."""
     from jax_hub.folders import local_path
     from jax_hub.tokenizers import READ_FILES, locate_tokenizer
     if model == 'gpt2':
@@ -236,8 +238,8 @@ def find_tokenizer(model):
 
 @functools.cache
 def library_tokenizer(content):
-    """Makes a Tokenizer from the content of a tokenizer.json; names of special tokens are plain
-    text for it."""
+    """Makes a Tokenizer from the content of a tokenizer.json. It takes names of special tokens in a
+    text as plain text."""
     from tokenizers import Tokenizer
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
@@ -247,8 +249,8 @@ def library_tokenizer(content):
 
 
 def create_encoder(vocabulary, num_threads=None):
-    """Returns a function from a list of texts to an iterator over the ids of each, as documents or
-    pieces of such have them between `begin` and `end`: names of special tokens are plain text.
+    """Returns a function that takes a list of texts and returns an iterator over the ids of each,
+    without `begin` and `end`. Names of special tokens in a text are plain text.
 
     num_threads: for GPT-2's BPE and characters; the library tokenizers has threads of its own,
     RAYON_NUM_THREADS."""
@@ -273,8 +275,7 @@ def create_encoder(vocabulary, num_threads=None):
 
 
 def encode_characters(stoi, text):
-    """Returns the ids of a text, given each character's id. Raises UserError for unknown
-    characters."""
+    """Returns the ids of a text. stoi: {character: id}. Raises UserError for unknown characters."""
     try:
         return [stoi[c] for c in text]
     except KeyError as e:
@@ -287,18 +288,19 @@ def join(parts, dtype):
 
 
 def encode_documents(texts, vocabulary, num_threads=None):
-    """Returns the ids of each document, an array, with what begins and ends it."""
+    """Returns an array of the ids of each document, with `begin` and `end` of the vocabulary."""
     return [join((vocabulary.begin, ids, vocabulary.end), vocabulary.dtype)
             for ids in create_encoder(vocabulary, num_threads)(texts)]
 
 
 def cut(blocks, size=2**20):
-    """Yields (piece, is_last) of a text that comes in blocks.
+    """Cuts a text that comes in blocks into pieces of at most `size` characters, and yields (piece,
+    is_last).
 
-    A piece has at most `size` characters, and ends behind a newline between two characters that are
-    no spaces, if there is such a place: GPT-2's BPE, bpe:N and their like have the tokens of the
-    whole text then. Else it ends before a space between two words, where most others do, too. A
-    tokenizer that puts a space before a text puts one before each piece."""
+    If possible, a piece ends behind a newline between two characters that are not spaces: there
+    GPT-2's BPE, bpe:N and similar tokenizers have the same tokens as for the whole text. Otherwise
+    it ends before a space between two words, where most other tokenizers have the same tokens, too.
+    A tokenizer that puts a space before a text puts one before each piece."""
     rest = ''
     for block in blocks:
         rest += block
@@ -312,9 +314,9 @@ def cut(blocks, size=2**20):
 
 
 def end_of_piece(text, start, stop):
-    """Returns where a piece of a text ends that begins at start and goes to stop at most: behind
-    the last newline between two characters that are no spaces, else before the last space that
-    something else than a space follows."""
+    """Returns the end of the piece of a text that begins at `start`. It is behind the last newline
+    before `stop` between two characters that are not spaces, else before the last space in front of
+    a word, else `stop`."""
     end = text.rfind('\n', start + 1, stop)
     while end > start:
         # GPT-2's BPE would join the newline to a space before it, at the end of a text only
@@ -331,22 +333,23 @@ def end_of_piece(text, start, stop):
 # writing a data set
 
 META_FORMAT = 2  # of meta.json; those without "format" have no digests
-# the files of a data set; lengths is data/text's; chats, their masks, bytes and journal are
-# data/chat's; source belongs to both
+# the files of an unfinished data set. Only data/text writes lengths, only data/chat writes chats,
+# journal and masks; both write source
 PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part.bin',
          'lengths.part.bin', 'source.part.json', 'chats.part.bin', 'chats_mask.part.bin',
          'chats_bytes.part.bin', 'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
 
 
 def make_folder(folder):
-    """Makes the folder of a data set, and removes the rest of an interrupted script."""
+    """Makes the folder of a data set, and removes what an interrupted script has left there."""
     os.makedirs(folder, exist_ok=True)
     remove(folder, PARTS)
 
 
 def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_bytes=None, **meta):
-    """Writes a data set from memory, see finish_data_set. documents: {'train', 'val': the ids of
-    each}. Returns its numbers of tokens. Raises UserError."""
+    """Writes a data set from memory. documents: {'train', 'val': a list with the ids of each
+    document}. Returns the number of tokens {'train', 'val'}. Everything else is as in
+    finish_data_set."""
     make_folder(folder)
     lengths = {}
     for split, parts in documents.items():
@@ -357,18 +360,19 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_by
 
 def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
                     **meta):
-    """Completes a data set of train.part.bin and val.part.bin. First it writes meta.json, with the
-    keys of `meta` too, the files of the tokenizer and more `files`, {name: its bytes, or the path
-    of a file that gets this name}. Then it renames the tokens, train.bin last: without train.bin
-    there is no data set (and without meta.json it would count as GPT-2's tokens).
+    """Completes a data set from train.part.bin and val.part.bin. First writes meta.json, with the
+    keys of `meta` too, the files of the tokenizer, and `files`, {name: bytes, or the path of a file
+    that gets this name}. Then renames the tokens, train.bin last: without train.bin a folder is not
+    a data set, and with train.bin but without meta.json it would count as GPT-2's tokens.
 
-    lengths, block_size: of the documents of {'train', 'val'}, for a data set of rows. n_bytes:
-    UTF-8 bytes of the texts of {'train', 'val'}, in chats of the parts that count; None if unknown.
-    Returns how many tokens {'train', 'val'} have. Raises UserError, after removing the parts.
+    lengths, block_size: for a data set of rows; lengths has the number of tokens of each document
+    of {'train', 'val'}. n_bytes: UTF-8 bytes of the texts of {'train', 'val'}, in chats of the
+    parts that count; None if unknown. Returns the number of tokens {'train', 'val'}. Raises
+    UserError, after removing the parts.
 
-    meta.json has "format": META_FORMAT, "digests": {name: SHA-256 in hex} of train.bin, val.bin
-    and the other .bin files, and of a tokenizer of the kind 'folder' its tokens_digest; "bytes":
-    n_bytes, and "token_bytes": the bytes that load_token_bytes counts of the same tokens."""
+    meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
+    the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same tokens as
+    load_token_bytes counts them. A "tokenizer" of the kind 'folder' has its tokens_digest."""
     folder = Path(folder)
     paths = {split: folder / f'{split}.part.bin' for split in ('train', 'val')}
     sizes = {}
@@ -409,7 +413,7 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     files = {f'tokenizer/{name}': text.encode() for name, text in vocabulary.files.items()} | (
         files) | {'meta.json': json.dumps(meta, ensure_ascii=False).encode()}
 
-    # An older data set, with its masks, is gone before the first file of the new one is there.
+    # Remove an older data set, with its masks, before the first file of the new one is written.
     remove(folder, ('train.bin', 'meta.json', 'train_mask.bin', 'val_mask.bin', 'train_ends.bin',
                     'val_ends.bin'))
     remove(folder, [*folder.glob('tokenizer/**/*.json'), *folder.glob('tokenizer/**/*.jinja')])
@@ -440,8 +444,8 @@ def remove(folder, names):
 
 
 def describe(vocabulary):
-    """Returns the description of a Vocabulary for meta.json. A folder's has the "digest" of its
-    tokens; the others need none."""
+    """Returns the description of a Vocabulary for meta.json. That of the kind 'folder' has the
+    "digest" of its tokens; the others need none."""
     if vocabulary.tokenizer['kind'] != 'folder':
         return vocabulary.tokenizer
     from jax_hub.tokenizers import tokens_digest
@@ -455,7 +459,7 @@ def count_bytes(texts):
 
 
 def count_bytes_of(text, n, vocabulary):
-    """Returns the bytes in UTF-8 of the first n tokens of a text."""
+    """Returns the number of UTF-8 bytes of the first n tokens of a text."""
     if vocabulary.tokenizer['kind'] == 'gpt2':
         enc = gpt2_encoding()
         return len(enc.decode_bytes(enc.encode(text, disallowed_special=())[:n]))
@@ -467,8 +471,8 @@ def count_bytes_of(text, n, vocabulary):
 
 @functools.cache
 def bytes_of_tokens(files):
-    """Returns the bytes of each token, an array, of the tokenizer that ((name, content), ...)
-    describe; None if they are not known."""
+    """Returns the number of bytes of each token of a tokenizer, an array; None if it is not known.
+    files: the files of the tokenizer, ((name, content), ...)."""
     from jax_hub.tokenizers import load_token_bytes
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files:
@@ -478,8 +482,8 @@ def bytes_of_tokens(files):
 
 
 def count_token_bytes(path, vocabulary, mask=None):
-    """Returns the bytes of all tokens of a file, or only of the tokens that count by the file
-    `mask`; None if the bytes of a token are unknown."""
+    """Returns the bytes of all tokens of a file, or with the file `mask` only of the tokens that
+    count; None if the bytes of a token are unknown."""
     of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None
@@ -500,7 +504,7 @@ class Counted(NamedTuple):
 
 
 def count_tokens(path, dtype):
-    """Counts the content of a file of tokens: Counted."""
+    """Reads a file of tokens and returns its Counted."""
     largest = 0
     digest = hashlib.sha256()
     with open(path, 'rb') as f:
@@ -511,8 +515,9 @@ def count_tokens(path, dtype):
 
 
 def write_rows(path, dtype, lengths, block_size):
-    """Writes rows of block_size + 1 tokens of the documents in a file of tokens, see fill_rows, and
-    prints how much is cropped. Returns the path of the rows. Raises UserError if none is full."""
+    """Writes the documents of a file of tokens as rows of block_size + 1 tokens, see fill_rows.
+    Prints how much is cropped. Returns the path of the file of rows. lengths: the number of tokens
+    of each document. Raises UserError if no row is full."""
     tokens = np.memmap(path, dtype, 'r')
     starts = np.cumsum([0, *lengths])
     path = path.with_suffix('').with_suffix('.rows.part.bin')
@@ -531,11 +536,11 @@ def write_rows(path, dtype, lengths, block_size):
 
 
 def fill_rows(lengths, size, n_waiting=1000):
-    """Yields which documents fill rows of `size` tokens, and how many tokens of each, given the
-    numbers of tokens of all.
+    """Yields (document, n): the documents that fill rows of `size` tokens, one after the other, and
+    the number of tokens taken from each. lengths: the number of tokens of each document.
 
-    It is by best fit, as in nanochat's loader: always the longest of the next n_waiting documents
-    that fits into the rest of the row; where none does, the shortest, cropped."""
+    Uses best fit, as nanochat's loader: takes the longest of the next n_waiting documents that fits
+    into the rest of the row. If none fits, takes the shortest and crops it."""
     coming = enumerate(map(int, lengths))
     waiting = []  # (tokens, document), sorted
     space = size  # the rest of the row

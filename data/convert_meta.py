@@ -1,5 +1,5 @@
-"""Writes the meta.json of a data set of characters from its meta.pkl, nanoGPT's. A pickle can run
-programs: only for data that you trust.
+"""Writes the meta.json of a data set of characters from nanoGPT's meta.pkl. A pickle can run
+programs: use it only for data that you trust.
 
 $ python data/convert_meta.py FOLDER
 """

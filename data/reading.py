@@ -14,15 +14,15 @@ PACKED_ENDINGS = ('.gz', '.zst', '.bz2', '.xz')
 
 
 def ending(path):
-    """Returns the ending of a file's name in small letters, without the compression's: '.jsonl' of
-    A.JSONL.GZ."""
+    """Returns the ending of a file's name in lower case, without that of a compression: '.jsonl'
+    for A.JSONL.GZ."""
     name, end = os.path.splitext(path.lower())
     return os.path.splitext(name)[1] if end in PACKED_ENDINGS else end
 
 
 @contextlib.contextmanager
 def reading(path):
-    """Turns a library's exceptions while the block reads a file into a UserError."""
+    """Turns exceptions of the libraries, while the block reads the file, into a UserError."""
     try:
         yield
     except UserError:
@@ -35,8 +35,8 @@ def reading(path):
 
 @contextlib.contextmanager
 def open_text(path):
-    """Opens a file for its characters, decompressed and without a byte order mark; lines end at \\n
-    only. Raises UserError, in the block that reads too."""
+    """Opens a file as UTF-8 text, decompressed and without a byte order mark; lines end at \\n
+    only. Raises UserError, also if the block fails to read."""
     packed = os.path.splitext(path.lower())[1]
     with reading(path):
         if packed == '.xz':
@@ -51,7 +51,7 @@ def open_text(path):
 
 
 def read_blocks(path):
-    """Yields a text in blocks of a million characters. Raises UserError."""
+    """Yields a text in blocks of a million characters. Raises UserError if it cannot be read."""
     with open_text(path) as file:
         while block := file.read(2**20):
             yield block
@@ -62,10 +62,10 @@ def read_text(path):
 
 
 def read_rows(path, columns=None):
-    """Yields (where, row) of each row of a file, `where` as in 'line 7' of JSON lines or 'row 7'. A
-    row is a dict; a JSON file may have anything else there, and a row of a table with another
-    number of fields than its header is a list. columns: of a parquet file, to read if it has one of
-    them. Raises UserError."""
+    """Yields (where, row) for each row of a file. `where` is 'line 7' in JSON lines, else 'row 7'.
+    A row is a dict; in a JSON file it may be anything else, and in a table it is a list if it has
+    another number of fields than the header. columns: the columns of a parquet file to read; all,
+    if it has none of them. Raises UserError if the file cannot be read."""
     if ending(path) == '.parquet':
         yield from numbered('row', read_parquet(path, columns))
     elif ending(path) in ('.csv', '.tsv'):
@@ -75,13 +75,13 @@ def read_rows(path, columns=None):
 
 
 def numbered(kind, rows):
-    """Yields (place, row) of rows, counted from 1."""
+    """Yields (place, row) of rows, counted from 1. kind: the word of the place, 'row' or 'line'."""
     for number, row in enumerate(rows, 1):
         yield f'{kind} {number}', row
 
 
 def read_json_rows(path):
-    """Yields (where, row) of the elements of a JSON array, or of the values of lines."""
+    """Yields (where, row) of the elements of a JSON array, or of the values of JSON lines."""
     with open_text(path) as file:
         first = next(filter(str.strip, file), '')
         if first.lstrip().startswith('['):
@@ -96,7 +96,7 @@ def read_json_rows(path):
 
 
 def is_json(text):
-    """Whether a text is a value of JSON."""
+    """Returns whether a text is a JSON value."""
     try:
         parse_json(text, '')
     except UserError:
@@ -105,8 +105,8 @@ def is_json(text):
 
 
 def read_table(path):
-    """Yields the rows of a table with a header, {column: text}. Fields may be quoted, and hold
-    newlines then."""
+    """Yields the rows of a table with a header, {column: text}. A quoted field may hold
+    newlines."""
     csv.field_size_limit(2**28)
     with open_text(path) as file:
         delimiter = '\t' if ending(path) == '.tsv' else ','

@@ -1,14 +1,15 @@
-"""The forms in which people keep conversations, and what of them is taught."""
+"""Reads the forms in which people keep conversations, and decides which messages are taught."""
 import itertools
 from typing import NamedTuple
 
 from jax_flags import UserError, parse_json
 
-# what says of a message whether it counts
+# keys of a message that say whether it counts
 WEIGHTS = ('weight', 'train', 'loss', 'train_on_turn', 'training')
 SYSTEMS = ('system', 'system_prompt')  # keys of a row with the text of a system message
-INPUTS = ('input', 'context')  # keys with what stands below a question
-# keys of rows that change what is asked or taught, and are not read: readme.md has functions
+INPUTS = ('input', 'context')  # keys of a row with a text that is put below the question
+# keys of rows that change what is asked or taught, and are not read: readme.md has functions that
+# make messages of such rows
 UNREAD = ('history', 'functions', 'rejected_response')
 LABELS = {'true': 1, '1': 1, 'false': 0, '0': 0}  # whether the answers of a row are good ones
 ROLES = {  # ShareGPT's "from"
@@ -18,11 +19,11 @@ TEXTS = (  # names of a question and of the answer to it
     ('instruction', 'output'), ('instruction', 'response'), ('prompt', 'completion'),
     ('prompt', 'response'), ('question', 'answer'), ('question', 'response'))
 LISTS = ('messages', 'conversations', 'conversation')  # keys that hold messages
-QUESTIONS = (*LISTS, 'prompt', 'instruction', 'question')  # that "chosen" and "rejected" answer
+QUESTIONS = (*LISTS, 'prompt', 'instruction', 'question')  # keys of what the two answers answer
 
 
 class Example(NamedTuple):
-    """A conversation, or a pair of which the first has the answer that was chosen."""
+    """A conversation, or a pair of conversations: first the one with the chosen answer."""
     conversations: list[list[dict]]  # the messages of each, as a chat template takes them
     counted: list[list[int]]  # the numbers of the messages that count, of each
     form: str  # what the row is, for the user; '' if it is "messages"
@@ -53,8 +54,7 @@ class Row(dict):
 
 
 def read_example(row):
-    """Returns the Example of a row. Raises UserError, with a text that follows the number of the
-    row."""
+    """Returns the Example of a row. Raises UserError; its text follows the number of the row."""
     if isinstance(row, list) and row and all(isinstance(each, dict) for each in row):
         row = {'messages': row}  # a line that has the messages alone
     if not isinstance(row, dict):
@@ -92,7 +92,7 @@ def read_example(row):
 
 
 def for_template(message):
-    """Returns a message without its weights, and its calls without nulls."""
+    """Returns a message without its weights, and without nulls in its tool calls."""
     message = {key: value for key, value in message.items() if key not in WEIGHTS}
     if 'tool_calls' in message:
         message['tool_calls'] = without_nulls(message['tool_calls'])
@@ -100,8 +100,8 @@ def for_template(message):
 
 
 def without_nulls(value):
-    """Returns a value of JSON without the keys that are null: a table gives each object the keys of
-    all others."""
+    """Returns a JSON value without the keys that are null, because a table gives each object the
+    keys of all others."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -110,7 +110,7 @@ def without_nulls(value):
 
 
 def check_all_is_asked(row):
-    """Raises UserError if a row has text of a question that was not read."""
+    """Raises UserError if a row has a text that may belong to the question and was not read."""
     unread = row.unread()
     for name in ('context', 'instruction', *SYSTEMS):
         if name in unread:
@@ -119,8 +119,8 @@ def check_all_is_asked(row):
 
 
 def parsed(value, name):
-    """Returns a value, which may be a text of JSON: tables and parquet have no column of any
-    objects. Raises UserError."""
+    """Returns `value`, parsed if it is JSON text: a column of a table or of parquet cannot hold any
+    kind of object. Raises UserError if it cannot be parsed."""
     if isinstance(value, str):
         return parse_json(value, f'"{name}"') if value.strip() else None
     return value
@@ -130,8 +130,8 @@ def parsed(value, name):
 # messages
 
 def read_turns(turns, name):
-    """Returns the messages of a list of them in OpenAI's form, or in ShareGPT's. Raises
-    UserError."""
+    """Returns a list of messages, given in OpenAI's form or in ShareGPT's. Raises UserError for
+    another form."""
     turns = parsed(turns, name)
     if not isinstance(turns, list):
         raise UserError(f'"{name}" must be a list of {{"role": ..., "content": text}}')
@@ -139,7 +139,7 @@ def read_turns(turns, name):
 
 
 def read_turn(i, turn):
-    """Returns the message that a turn is, in OpenAI's form. Raises UserError."""
+    """Returns turn number i as a message in OpenAI's form. Raises UserError for another form."""
     if isinstance(turn, dict):
         turn = {key: value for key, value in turn.items() if value is not None}
         if 'from' in turn and 'role' not in turn:
@@ -150,7 +150,7 @@ def read_turn(i, turn):
 
 
 def read_sharegpt(i, turn):
-    """Returns the message that a turn of ShareGPT is. Raises UserError for one that has another
+    """Returns turn number i, in ShareGPT's form, as a message. Raises UserError if it has another
     role or no text."""
     speaker = turn.pop('from')
     text = turn.pop('value', None)
@@ -168,8 +168,8 @@ def read_sharegpt(i, turn):
 
 
 def counts(i, message):
-    """Whether a message counts in training: one of the assistant without the weight 0. Raises
-    UserError for other weights than 0 and 1, and for what counts and is no answer."""
+    """Returns whether a message counts in training: one of the assistant without the weight 0.
+    Raises UserError for other weights than 0 and 1, and if another role has the weight 1."""
     is_answer = message['role'] == 'assistant'
     weights = {name: message[name] for name in WEIGHTS if name in message}
     for name, weight in weights.items():
@@ -186,7 +186,7 @@ def counts(i, message):
 # rows: each reader returns (messages of the question, [messages of each answer], form)
 
 def read_conversation(row):
-    """Reads a row with one conversation. Raises UserError."""
+    """Reads a row with one conversation. Raises UserError if it has none."""
     for name in LISTS:
         if name in row:
             return [], [read_question(row, name)], '' if name == 'messages' else f'"{name}"'
@@ -199,7 +199,8 @@ def read_conversation(row):
 
 
 def read_pair(row):
-    """Reads a row with two answers, of which "chosen" is the better one. Raises UserError."""
+    """Reads a row with two answers, "chosen" and "rejected". Raises UserError if one is missing, or
+    if it is not clear which messages are the question."""
     answers = []
     for name in ('chosen', 'rejected'):
         if not str(row.get(name) or '').strip():
@@ -226,8 +227,8 @@ def read_pair(row):
 
 
 def count_shared(chosen, rejected):
-    """Returns how many messages at the beginning of two conversations are their question: those
-    that are equal in both, but not the last of either."""
+    """Returns how many messages at the beginning of two conversations are the question: those that
+    are equal in both. The last message of each is never part of it."""
     both = zip(chosen[:-1], rejected[:-1])
     n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 
@@ -238,8 +239,9 @@ def count_shared(chosen, rejected):
 
 
 def read_question(row, name):
-    """Returns the messages under a name: a list of them, or a text, with the row's "input" or
-    "context" in the next line. The row's "system" comes first. Raises UserError."""
+    """Returns the messages in the column `name`, after the row's "system". The column has a list of
+    messages, or a text; "input" or "context" is put below the text. Raises UserError for another
+    form."""
     asked = row[name]
     if name in LISTS or not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
@@ -250,8 +252,8 @@ def read_question(row, name):
 
 
 def with_system(row, messages):
-    """Returns the messages after the row's "system" or "system_prompt", if it has one beside them.
-    Raises UserError if the messages have another one."""
+    """Returns the messages, with the row's "system" or "system_prompt" in front if it has one.
+    Raises UserError if the messages begin with another one."""
     texts = [row[name] for name in SYSTEMS if row.get(name)]
     if not texts:
         return messages
@@ -263,7 +265,8 @@ def with_system(row, messages):
 
 
 def read_answer(answer, name):
-    """Returns the messages of an answer: a text, a message, or a list of them. Raises UserError."""
+    """Returns the messages of an answer: a text, a message, or a list of messages. Raises UserError
+    for another form."""
     if isinstance(answer, str):
         return [{'role': 'assistant', 'content': answer}]
     if isinstance(answer, dict):

@@ -1,15 +1,15 @@
 """
-Prepare conversations for finetuning a chat model: a file of rows, each with "messages" of "role"
-and "content". JSON lines, a JSON array, CSV or parquet; ShareGPT, Alpaca and other forms are read
-too, see readme.md. They are written by the chat template of the model, and only the assistant's
-tokens count in the loss:
+Prepare conversations for finetuning a chat model. They are a file of rows, each with "messages" of
+"role" and "content": JSON lines, a JSON array, CSV or parquet. ShareGPT, Alpaca and other forms are
+read too, see readme.md. The chat template of the model writes the conversations as text, and only
+the assistant's tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
-Rows of "messages" that ask, "chosen" and "rejected", two answers, make pairs for DPO; see
+Rows with a question in "messages" and two answers, "chosen" and "rejected", make pairs for DPO; see
 config/finetune_dpo.py. With --rows=1024 each row of training holds whole conversations, which do
-not see each other; without it, windows of that length are cut from all of them in a row. Without a
-file, example.jsonl beside this script. Saves train.bin and val.bin with the ids, train_mask.bin and
-val_mask.bin with a byte for each of them, meta.json that says how to read them, and a copy of the
-tokenizer.
+not see each other. Without --rows, all conversations are one long text, from which training cuts
+windows. Without a file, it reads example.jsonl beside this script. Saves train.bin and val.bin with
+the ids, train_mask.bin and val_mask.bin with a byte for each id, meta.json that says how to read
+them, and a copy of the tokenizer.
 """
 import bisect
 import collections
@@ -34,11 +34,11 @@ import numpy as np
 
 here = os.path.dirname(os.path.abspath(__file__))
 OWN_TEMPLATES = ('plain', 'chatml')  # files beside this script
-PLAIN_STOP = '\n---'  # ends an answer by plain.jinja where no token does
+PLAIN_STOP = '\n---'  # ends an answer by plain.jinja if the model has no token that does
 
 
 class Told(NamedTuple):
-    """What a user must know about the rows of a file: how many there are of each kind."""
+    """Counts of what a user must know about the rows of a file."""
     forms: collections.Counter  # forms of rows
     left_out: collections.Counter  # reasons for which rows are left out
     columns: collections.Counter  # columns that were not read
@@ -60,17 +60,17 @@ class Read(NamedTuple):
     told: Told
 
     def slice(self, i):
-        """Returns where conversation i is."""
+        """Returns the slice of the tokens of conversation i."""
         return slice(self.ends[i - 1] if i else 0, self.ends[i])
 
 
 def read_examples(path, enc, vocabulary, folder, source):
-    """Encodes the conversations of each row of a file, one or a pair, and returns them, Read. Rows
-    whose answers all have the weight 0, and pairs of equal answers, are left out.
+    """Encodes the conversations of each row of a file, one or a pair. Returns Read. Leaves out rows
+    in which all answers have the weight 0, and pairs of equal answers.
 
-    They are written to files in the folder of the data set as they are read, with a line in a
-    journal for each row. Called again with the same source, as after a kill, it goes on behind the
-    rows that are in the journal. source: what tells this command from another one, as JSON. Raises
+    Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
+    Called again with the same source, as after a kill, it continues behind the rows in the journal.
+    folder: of the data set. source: a JSON value that tells this command from another one. Raises
     UserError, after removing these files."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
@@ -122,17 +122,17 @@ def read_examples(path, enc, vocabulary, folder, source):
 
 
 def give_up(folder):
-    """Removes what was written of a data set that cannot be, and the folder if nothing else is in
-    it."""
+    """Removes the parts of a data set that cannot be completed, and the folder if nothing else is
+    in it."""
     remove(folder, PARTS)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
 
 
 def cut_back(journal, files, widths):
-    """Cuts the open files of ids, masks and bytes, and the journal, back to the rows that are there
-    whole; to nothing if tokens of them are gone. Returns (Told, [lengths of each example], the
-    number of rows). widths: of each file, bytes for a token."""
+    """Truncates the open files of ids, masks and bytes, and the journal, to the rows that are
+    complete; to nothing if tokens of these rows are missing. Returns (Told, [lengths of each
+    example], the number of rows). widths: bytes for a token in each file."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
@@ -156,8 +156,8 @@ def cut_back(journal, files, widths):
 
 
 def encode_row(row, enc):
-    """Returns ([Encoded] of the conversations of a row, its line of the journal: their lengths,
-    and what Told counts). Raises UserError."""
+    """Returns ([Encoded] of the conversations of a row, the row's line of the journal). The line
+    has their lengths and what Told counts. Raises UserError if the row is not valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
     example = read_example(json.loads(whole_characters(text)))
@@ -179,8 +179,8 @@ def why_left_out(example):
 
 
 def encode_example(example, enc):
-    """Returns ([Encoded] of the conversations of an Example, a list of what the template leaves
-    out of them or writes otherwise). Raises UserError."""
+    """Returns ([Encoded] of the conversations of an Example, warnings of find_lost). Raises
+    UserError if the template refuses a conversation or leaves out an answer."""
     encoded = []
     lost = []
     for messages, counted in zip(example.conversations, example.counted):
@@ -196,12 +196,13 @@ def encode_example(example, enc):
 
 
 def check_ends(ids, mask, enc):
-    """Returns what a user must know about the tokens that end the answers, '' if nothing. Raises
-    UserError if none ends one: a model that learns from these answers would never stop.
+    """Returns a warning if sampling will not stop at the tokens that end the answers, else ''.
+    Raises UserError if no answer ends with such a token: a model that learns from these answers
+    would never stop.
 
-    ids, mask: the arrays of all conversations in a row."""
-    # The tokens with which answers end, a part at a time; many marked templates let the white space
-    # behind them count.
+    ids, mask: the arrays of all conversations, one after the other."""
+    # The last tokens of answers, a part of the ids at a time. White space is left out, because many
+    # templates with marks let white space behind an answer count.
     texts = enc.tokenizer.decode_batch([[id] for id in range(enc.vocab_size)],
                                        skip_special_tokens=False)
     spaces = [id for id, text in enumerate(texts) if not text.strip()]
@@ -228,13 +229,13 @@ def check_ends(ids, mask, enc):
 
 
 def pack(read, chosen, size, folder, split):
-    """Packs the conversations with these numbers into rows of `size` tokens, in the files
-    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, bytes of the text that counts,
-    what to say of it).
+    """Packs the conversations with the numbers `chosen` into rows of `size` tokens, in the files
+    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, bytes of the text that counts, a
+    text for the user).
 
-    They have whole conversations, the longest first, each in the row with the least room for it.
-    Only those longer than a row are cut; those of which no token counts then are left out. The mask
-    is 2 where a conversation or the padding starts."""
+    Places whole conversations, the longest first, each in the row with the least room for it. Cuts
+    only conversations that are longer than a row, and leaves one out if no token of its rest
+    counts. The mask is 2 where a conversation or the padding starts."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -299,15 +300,15 @@ def read_template(name):
 
 
 def check_template_tokens(name, enc):
-    """Raises UserError for a template of ours that the vocabulary lacks the tokens of."""
+    """Raises UserError if the vocabulary lacks the tokens of the template chatml."""
     if name == 'chatml' and not set(CHAT_TOKENS) <= enc.tokenizer.get_vocab().keys():
         fail(f'--template=chatml needs the tokens {" ".join(CHAT_TOKENS)}: make the vocabulary with '
              'data/text/prepare.py --chat, or take --template=plain')
 
 
 def check_prompts(told, n, enc):
-    """Raises UserError if in all n conversations the tokens that ask for an answer are others than
-    those before it in training."""
+    """Raises UserError if in all n conversations the generation prompt has other tokens than the
+    text before the answer has in training."""
     if told.lost[OTHER_PROMPT] < n:
         return
     ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])

@@ -1,7 +1,7 @@
 """
-Save FineWeb's sample of 10 billion tokens as GPT-2 BPE tokens, in the order of modded-nanogpt: its files by their
-names, their documents as they stand there, each behind the token <|endoftext|>; val.bin has the first 100 million
-tokens. The files come from the Hugging Face hub (28 GB), or are on this disk:
+Save FineWeb's sample of 10 billion tokens as GPT-2 BPE tokens, in the order of modded-nanogpt: the files are sorted by
+name, and their documents keep their order. The token <|endoftext|> is before each document. val.bin has the first
+100 million tokens. The files come from the Hugging Face hub (28 GB), or are on this disk:
 $ python data/fineweb/prepare.py path/to/sample/10BT/*.parquet
 Saves train.bin and val.bin with the ids, and meta.json that says how to read them.
 """
@@ -22,7 +22,7 @@ hub_name, sample = 'HuggingFaceFW/fineweb', 'sample/10BT'
 batch_size = 1000 # documents
 
 def download():
-    """The parquet files of the sample, from the hub or its cache."""
+    """Returns the paths of the parquet files of the sample, from the hub or its cache."""
     from huggingface_hub import snapshot_download
     try:
         folder = snapshot_download(hub_name, repo_type='dataset', allow_patterns=f'{sample}/*.parquet')
@@ -33,7 +33,7 @@ def download():
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
 def read_texts(paths):
-    """Yields the text of each document of these files."""
+    """Yields the text of each document of the parquet files `paths`."""
     for path in paths:
         for _, row in read_rows(path, ['text']):
             if 'text' not in row:
@@ -41,7 +41,7 @@ def read_texts(paths):
             yield row['text']
 
 def val_bytes(batch, documents, n):
-    """The bytes of the texts of a batch that are in its first n tokens, given its documents as ids."""
+    """Returns the bytes of text in the first n tokens of a batch, a list of texts. documents: their ids."""
     ends = list(itertools.accumulate(map(len, documents)))
     whole = sum(end <= n for end in ends)
     n_bytes = count_bytes(batch[:whole])

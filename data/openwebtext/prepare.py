@@ -1,8 +1,8 @@
 """
 Save the openwebtext dataset as GPT-2 BPE tokens, in the train.bin and val.bin that nanoGPT's script writes.
-The documents are those of the Hugging Face hub, or of parquet files with a column "text", by a folder or a pattern:
+The documents are those of the Hugging Face hub, or of parquet files with a column "text": name a folder or a pattern.
 $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
-Interrupted and started again, it takes what `datasets` has downloaded and tokenized from its cache.
+Interrupted and started again, it continues from the cache, with what `datasets` has downloaded and tokenized.
 """
 import glob
 import os
@@ -23,7 +23,7 @@ parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face
 parser.add_argument('--num_proc', type=positive, default=os.cpu_count(), help='processes (default: one per core)')
 
 def tokenize(rows, vocabulary):
-    """Returns the ids of a batch of rows, without those that have no text."""
+    """Returns the ids of a batch of rows. Rows without a text are left out."""
     texts = [text for text in rows['text'] if text is not None]
     ids = encode_documents(texts, vocabulary, num_threads=1)
     return {'ids': ids, 'len': list(map(len, ids)), 'bytes': [len(text.encode()) for text in texts]}

@@ -1,4 +1,5 @@
-"""The documented names of Python's library, or of a package: each with its first sentence."""
+"""Finds the names of Python's library, or of a package, each with the first sentence of its
+docstring."""
 import ast
 import importlib.machinery
 import importlib.util
@@ -18,21 +19,21 @@ SKIPPED = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'id
 # modules in Python that take functions from C
 WITH_C = ('os', 'io', 'collections', 'datetime', 'functools', 'operator', 'random', 're', 'socket',
           'struct', 'json', 'bisect', 'heapq', 'decimal', 'string', 'copy')
-# functions that programs replace: what they are depends on who asks
+# functions that programs replace: the one found would depend on the program
 HOOKS = {'excepthook', 'displayhook', 'unraisablehook', 'breakpointhook'}
 # what people call the modules that hold these functions
 SPOKEN = {'posixpath': 'os.path', 'genericpath': 'os.path'}
 
 
 class Named(NamedTuple):
-    """A documented name."""
+    """A public name."""
     name: str  # with its module: os.path.join; of a builtin, len
     kind: str  # 'module', 'class', 'function' or 'method'
-    sentence: str  # the first of its docstring
+    sentence: str  # the first of its docstring, '' if there is none
 
     @property
     def parent(self):
-        """What holds it: the name without its last part, '' of a builtin."""
+        """The module or class that holds it: the name without its last part, '' of a builtin."""
         return self.name.rpartition('.')[0]
 
     @property
@@ -42,7 +43,7 @@ class Named(NamedTuple):
 
 
 def first_sentence(doc):
-    """Returns the first sentence of a docstring, '' if it is none: too short, too long, a
+    """Returns the first sentence of a docstring, '' if it is not usable: too short, too long, a
     signature, the title of a list, or with letters beyond ASCII."""
     paragraphs = [re.sub(r'\s*\n\s*', ' ', text)
                   for text in re.split(r'\n\s*\n', (doc or '').strip())]
@@ -56,13 +57,14 @@ def first_sentence(doc):
 
 
 def is_signature(text):
-    """Whether a text shows how something is called: "sleep(seconds)", "max(a, b) -> value"."""
+    """Returns whether a text shows how something is called: "sleep(seconds)", "max(a, b) ->
+    value"."""
     return '->' in text or re.match(r'[\w.]+\(|>>>', text) is not None
 
 
 def from_source(root, package=''):
-    """Yields a Named for each documented name of the Python files under a folder, which are read
-    and not run. package: what their names begin with, as 'numpy'; '' for the library."""
+    """Yields a Named for each public name of the Python files under a folder, which are read and
+    not run. package: the beginning of all names, as 'numpy'; '' for the library."""
     for path in sorted(Path(root).rglob('*.py')):
         parts = path.relative_to(root).with_suffix('').parts
         is_hidden = any(part.startswith('_') and part != '__init__' for part in parts)
@@ -79,7 +81,7 @@ def from_source(root, package=''):
 
 
 def from_tree(tree, holder, kind):
-    """Yields a Named for each class, function and method of a tree."""
+    """Yields a Named for each public class, function and method of a tree."""
     for node in tree.body:
         is_class = isinstance(node, ast.ClassDef)
         if not is_class and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -93,8 +95,8 @@ def from_tree(tree, holder, kind):
 
 
 def from_c():
-    """Yields a Named for each documented name of the library that is written in C: the builtins,
-    the modules without a source, and functions that modules in Python take from them."""
+    """Yields a Named for each public name of the library that is written in C: the builtins, the
+    modules without a source, and functions that modules in Python take from them."""
     for module in sorted(sys.stdlib_module_names):
         is_public = not module.startswith('_') and module not in SKIPPED
         if module in WITH_C or (is_public and is_c(module)):
@@ -102,7 +104,7 @@ def from_c():
 
 
 def is_c(module):
-    """Whether a module has no source in Python."""
+    """Returns whether a module has no source in Python."""
     spec = importlib.util.find_spec(module)
     c_endings = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     return spec is not None and (spec.origin == 'built-in' or str(spec.origin).endswith(c_endings))
@@ -128,7 +130,7 @@ def from_module(module):
 
 
 def in_c(value):
-    """Whether a class is written in C."""
+    """Returns whether a class is written in C."""
     try:
         inspect.getsource(value)
     except (OSError, TypeError):
@@ -138,7 +140,7 @@ def in_c(value):
 
 def read_names(package=None):
     """Returns ({name: Named with a sentence}, {all names}) of Python's library, or of the package
-    in a folder. A name that is there twice has its first sentence."""
+    in a folder. If a name is found twice, the first sentence counts."""
     if package:
         root = Path(package).resolve()
         found = from_source(root, root.name)

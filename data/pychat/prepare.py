@@ -6,8 +6,8 @@ $ python data/pystdlib/prepare.py
 $ python data/pychat/prepare.py --tokenizer=data/pystdlib/tokenizer
 Or about a package of your own, by its docstrings (the package is read, not run):
 $ python data/pychat/prepare.py path/to/package --tokenizer=out-mine/tokenizer --out_dir data/mychat
-Saves what data/chat/prepare.py saves, the conversations (chats.jsonl), and in the folder tasks
-questions for eval_jax.py in forms that no conversation of the train part has.
+Saves what data/chat/prepare.py saves, and the conversations (chats.jsonl). The folder tasks gets
+questions for eval_jax.py, in forms that no conversation of the train part has.
 """
 import json
 import math
@@ -26,7 +26,8 @@ here = os.path.dirname(os.path.abspath(__file__))
 
 
 def write_rows(path, conversations):
-    """Writes conversations, lists of questions and answers in turn, as JSON lines."""
+    """Writes conversations as JSON lines. A conversation is a list of questions and answers in
+    turn."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, 'w') as f:
         for turns in conversations:

@@ -1,11 +1,10 @@
-"""Questions about names, and their answers: forms, invented names, conversations."""
+"""Makes questions about names, and their answers: forms, invented names, conversations."""
 import collections
 import itertools
 import random
 
-# The forms of questions: those of the train part, of the val part, and of the test. The train part
-# puts many forms together, because a model that has seen few takes their words for the place where
-# the name is.
+# The forms of questions of the train part, of the val part, and of the test. The train part has
+# many forms, because a model that has seen few finds the name only by the words of these forms.
 ASKED = ['what does {} do?', 'what is {} for?', 'what is {}?', "what's {}?", 'what is {} good for?',
          'what is the purpose of {}?', 'why would I use {}?', 'when do I need {}?', '{}?', '{}',
          'what happens in {}?', 'what is meant by {}?']
@@ -50,7 +49,7 @@ THANKS = {
               'Bye!', 'Goodbye', 'See you.'],
     'val': ['Thank you so much.'],
     'test': ['Many thanks!']}
-# what it does not know about
+# questions about what the model does not know
 ELSEWHERE = {
     'train': ['What is the capital of {}?', 'Tell me about {}.', 'Where is {}?', 'How old is {}?',
               'Write a poem about {}.', 'I like {}.', 'What is {}?', 'Who is {}?', 'Explain {}.',
@@ -63,7 +62,7 @@ SUBJECTS = ['France', 'Peru', 'Japan', 'the moon', 'Mozart', 'the weather', 'lov
             'Napoleon', 'tea', 'Berlin', 'music', 'the president', 'Canada', 'chess', 'physics',
             'my job', 'money', 'the queen', 'India', 'Paris', 'winter', 'a good film', 'bread',
             'the news', 'Shakespeare', 'my garden', 'coffee', 'London', 'space', 'Italy', 'a horse']
-# words of which names are made that do not exist
+# words for invented names
 NOUNS = ['net', 'file', 'data', 'text', 'task', 'image', 'cloud', 'fast', 'auto', 'smart', 'byte',
          'word', 'page', 'graph', 'token', 'cache', 'user', 'log', 'mail', 'key']
 VERBS = ['get', 'set', 'make', 'find', 'load', 'save', 'open', 'close', 'merge', 'split', 'read',
@@ -81,17 +80,19 @@ class Maker:
     of a split: 'train', 'val' or 'test'."""
 
     def __init__(self, names, every, library, seed):
-        """names: {name: Named}. every: all names, also those without a sentence. library: what
-        the answers call it."""
+        """Sorts the names by what can be asked about them.
+
+        names: {name: Named}. every: all names, also those without a sentence. library: how the
+        answers call the library."""
         self.names = names
         self.every = every
         self.library = library
         self.random = random.Random(seed)
-        self.invented = set()  # no split has those of another
+        self.invented = set()  # all invented names: no split has one of another split
         self.by_parent = collections.defaultdict(list)
         for named in names.values():
             self.by_parent[named.parent].append(named)
-        # names that have a neighbour to ask about before
+        # names with a neighbour: a conversation can ask about the neighbour first
         self.neighbours = [named for named in names.values()
                            if named.parent and len(self.by_parent[named.parent]) > 1]
         n_of_last = collections.Counter(name.rpartition('.')[2] for name in every)
@@ -102,11 +103,11 @@ class Maker:
                               if parent in names and len(held) > 1)
 
     def ask(self, forms, split, text):
-        """Returns a question in a form that is drawn."""
+        """Returns a question about `text`, in a random one of the forms of a split."""
         return self.random.choice(forms[split]).format(text)
 
     def ask_what(self, split, name):
-        """Returns a question what a name is."""
+        """Returns a random question about what a name is."""
         if split != 'train':
             return self.ask(WHAT, split, name)
         form = self.random.choice(self.random.choice([ASKED, TOLD, SAID]))
@@ -125,7 +126,8 @@ class Maker:
         return [self.ask_what(split, named.name), named.sentence]
 
     def about_part(self, named, split):
-        """Returns the conversation that asks by the last part of a name, which no other has."""
+        """Returns the conversation that asks about a name by its last part, which no other name
+        has."""
         return [self.ask_what(split, named.last), named.sentence]
 
     def about_invented(self, name, split):
@@ -137,8 +139,9 @@ class Maker:
         return f'There is no {name} in {self.library}.'
 
     def follow_up(self, named, split, invented=None):
-        """Returns a conversation in which the second question names only the last part: that of a
-        name with the same parent, or one that does not exist there."""
+        """Returns a conversation of two questions. The first is about another name with the same
+        parent. The second says only the last part of `named`; or `invented`, if it is given, a last
+        part that does not exist there."""
         others = [other for other in self.by_parent[named.parent] if other != named]
         before = self.random.choice(others)
         last, answer = named.last, named.sentence
@@ -154,7 +157,8 @@ class Maker:
         return [self.ask(HOLDS, split, parent), f'{parent} has {", ".join(shown)}{more}.']
 
     def small_talk(self, split):
-        """Returns a greeting, a question who it is, thanks, or a question about something else."""
+        """Returns a random conversation: a greeting, a question who the model is, thanks, or a
+        question about something else."""
         kind = self.random.randrange(4)
         if kind == 0:
             return [self.ask(HELLO, split, ''), f'Hello! Ask me about a name in {self.library}, '
@@ -174,8 +178,8 @@ class Maker:
         return known if known in self.names else min(self.names)
 
     def invent(self):
-        """Returns a new name that does not exist: of a name and another place, with one word more,
-        of two words, or in a module that does not exist."""
+        """Returns a new name that does not exist, made in one of four ways: the last part of a name
+        in another place, with one more word, of two words, or in a module that does not exist."""
         way = self.random.randrange(4)
         for attempt in itertools.count():
             if attempt == 100:  # a small package has few names to put together
@@ -195,7 +199,8 @@ class Maker:
                 return name
 
     def is_new(self, name):
-        """Whether no name is this one, neither a real nor an invented one. From now on it is one."""
+        """Returns whether `name` is neither a real name nor an invented one. From now on it is an
+        invented one."""
         is_known = name in self.every or name in self.invented
         self.invented.add(name)
         return not is_known
@@ -205,7 +210,7 @@ class Maker:
         return f'{self.random.choice(VERBS)}_{self.random.choice(NOUNS)}'
 
     def invent_beside(self, named):
-        """Returns the last part of a new name that does not exist beside another."""
+        """Returns the last part of a new invented name that has the same parent as `named`."""
         for attempt in itertools.count():
             last = self.random.choice(self.lasts) if attempt < 100 else self.two_words()
             if self.is_new(f'{named.parent}.{last}'):
@@ -228,10 +233,10 @@ class Maker:
         return self.join(made)
 
     def join(self, made):
-        """Returns conversations in which two of five go on with one or two of those behind them, as
-        people ask about one thing after another."""
+        """Joins some conversations with the next ones, as people ask about one thing after another:
+        two of five get one or two more, up to MAX_CHARACTERS."""
         joined = []
-        n_more = 0  # conversations that the last one goes on with
+        n_more = 0  # how many more conversations are joined to the last one
         for turns in made:
             is_short = n_more and sum(map(len, joined[-1] + turns)) <= MAX_CHARACTERS
             if is_short:
@@ -257,8 +262,9 @@ class Maker:
             'conversations': [self.conversation(split, i) for i in range(N_TEST['conversations'])]}
 
     def conversation(self, split, i):
-        """Returns a conversation of two parts and a last one: in turn about a name, with a
-        follow-up, about a name that does not exist, and small talk."""
+        """Returns a conversation of three parts, each about a name, with a follow-up, about a name
+        that does not exist, or small talk. The first two parts are random, the last takes its turn
+        by i."""
         def part(kind):
             if kind == 1 and self.neighbours:
                 return self.follow_up(self.random.choice(self.neighbours), split)

@@ -1,6 +1,6 @@
 """
-Prepare Python's own standard library, a few MB of code that is on every machine that can run this, so no network is
-needed, with a BPE of its own. Or train on a code base of your own:
+Prepare Python's own standard library with a BPE of its own. These few MB of code are on every machine that can run
+this, so no network is needed. Or train on a code base of your own:
 $ python data/pystdlib/prepare.py path/to/code --out_dir data/mycode --tokenizer=bpe:4096
 Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer.
 """
@@ -20,7 +20,7 @@ skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_
 allowed = bytes(range(32, 127)) + b'\n' # printable ASCII, so the vocabulary stays small
 
 def read_code(root):
-    """{path: text} of the Python files under a folder; the text begins with a line that names the path."""
+    """Returns {path: text} of the Python files under a folder; the text begins with a line that names the path."""
     files = {}
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [d for d in subfolders if d not in skip]

@@ -1,6 +1,6 @@
 """
-Prepare a text with GPT-2's BPE tokens, with those of the model that is to be finetuned, or with other --tokenizer.
-Tiny Shakespeare by default, or texts of your own, into a folder of their own; several files are several documents:
+Prepare a text with GPT-2's BPE, with the tokens of the model that is to be finetuned, or with another --tokenizer. The
+text is Tiny Shakespeare by default. Or name texts of your own and a folder for them; each file is a document:
 $ python data/shakespeare/prepare.py mytext.txt --out_dir data/mytext
 $ python data/shakespeare/prepare.py one.txt two.txt --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mytexts
 Saves train.bin and val.bin with the ids, meta.json that says how to read them, and a copy of the --tokenizer.

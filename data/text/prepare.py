@@ -1,11 +1,11 @@
 """
 Prepare texts of your own, with a vocabulary of their own or with that of a model. A path is a text
 file, a file of rows (JSON lines, a JSON array, CSV, parquet; .gz, .zst, .bz2 and .xz too), or a
-folder of such; a text file or a row is a document:
+folder of such files. Each text file and each row is a document:
 $ python data/text/prepare.py mytext.txt --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py mycode mynotes --suffix=.py,.md --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py chunks/*.jsonl --key=content --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mine
-Every tenth document is for validation; of fewer than 20 documents, the last tenth of each. The
+Every tenth document is for validation; if there are fewer than 20, the last tenth of each is. The
 texts may be larger than the memory. Interrupted at any moment and started again, it continues where
 it stopped. Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the
 folder tokenizer.
@@ -25,14 +25,14 @@ from reading import ROW_ENDINGS, ending, read_blocks, read_rows
 import numpy as np
 from tqdm import tqdm
 
-FEW = 20  # documents: of fewer, each has a part in train and in val
-# bpe:N learns from about as much of larger inputs, taken evenly from the train part
+FEW = 20  # if there are fewer documents, each has a part in train and in val
+# bpe:N learns from about so many bytes of a larger input, taken evenly from the train part
 BPE_BYTES = 2**27
 
 
 def find_files(paths, suffixes):
-    """Returns the files that these paths name, those in folders by their endings, in the order of
-    their names. Raises UserError."""
+    """Returns the files that `paths` name. Of a folder these are the files with one of the endings
+    `suffixes`, in the order of their names. Raises UserError if there is none."""
     found = []
     for root in paths:
         if not os.path.exists(root):
@@ -51,7 +51,8 @@ def find_files(paths, suffixes):
 
 
 def refuse(error):
-    """Raises the error of a folder that cannot be read, which os.walk would leave out."""
+    """Raises the error of a folder that cannot be read, because os.walk would leave the folder
+    out."""
     raise error
 
 
@@ -59,8 +60,10 @@ class Texts:
     """The documents of text files and files of rows, which are read as they are needed."""
 
     def __init__(self, paths, key, strict):
-        """key: the name of the text in a row; '' takes files of rows as texts. strict: whether a
-        row without a text is refused, which is skipped otherwise."""
+        """Reads the sizes of the first documents.
+
+        key: the name of the text in a row; '' takes files of rows as texts. strict: whether a row
+        without a text is refused, instead of skipped."""
         self.paths = paths
         self.key = key
         self.strict = strict
@@ -68,7 +71,8 @@ class Texts:
         self.sizes = [sum(map(len, blocks)) for blocks in first]
 
     def documents(self):
-        """Yields each document in blocks, and counts what there is."""
+        """Yields each document as an iterator of blocks. Counts documents, bytes and skipped
+        rows."""
         self.n_documents = self.n_bytes = self.n_skipped = 0
         for path in self.paths:
             if self.key and ending(path) in ROW_ENDINGS:
@@ -78,7 +82,8 @@ class Texts:
                 yield self.count(read_blocks(path))
 
     def rows(self, path):
-        """Yields the text of each row; '' for an empty one, which takes its turn in the split."""
+        """Yields the text of each row. An empty text is yielded as '', so that it counts in the
+        split."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
@@ -99,7 +104,7 @@ class Texts:
                 yield ''
 
     def count(self, blocks):
-        """Yields the blocks of a document."""
+        """Yields the blocks of a document, and counts their bytes and the document."""
         n_before = self.n_bytes
         for block in blocks:
             self.n_bytes += len(block.encode())
@@ -165,13 +170,15 @@ def in_batches(pieces, size):
 
 
 def by_split(lengths):
-    """Returns the lengths of train and val apart, of those that are negative in val."""
+    """Returns {'train', 'val'}: the lengths of each split. In `lengths` those of val are
+    negative."""
     return {'train': lengths[lengths >= 0], 'val': -lengths[lengths < 0]}
 
 
 def cut_back(files, log, width):
-    """Cuts the open files of tokens, and that of lengths, back to the pieces that are there whole,
-    and counts these; to nothing if tokens of them are gone. width: bytes of a token."""
+    """Truncates the open files of tokens, and the file of lengths, to the pieces that are complete;
+    to nothing if tokens of these pieces are missing. Returns the number of pieces. width: bytes of
+    a token."""
     lengths = np.fromfile(log.name, np.int32)
     ends = [width * int(part.sum()) for part in by_split(lengths).values()]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
@@ -186,7 +193,8 @@ def cut_back(files, log, width):
 def write_tokens(folder, source, texts, vocabulary, num_threads):
     """Writes the tokens of all texts to train.part.bin and val.part.bin. Called again with the same
     source, it continues: a piece is done once its number of tokens is in lengths.part.bin. source:
-    what tells this command from another one, as JSON. Returns the numbers, {'train', 'val'}."""
+    a JSON value that tells this command from another one. Returns the numbers of tokens of the
+    pieces, {'train', 'val'}."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
