@@ -1,2 +1,2 @@
-"""What training does not need: plans for devices that are not here (bench_jax.py --mode=compile), the
-report of speed that sample_jax.py prints, and tools for maintainers."""
+"""Tools that training does not need: plans for devices that are not here (bench_jax.py
+--mode=compile), and scripts for maintainers."""

@@ -1,11 +1,12 @@
-"""Asks a server of OpenAI's API as several clients at a time, and prints what each number of them gets.
+"""Measures a server of OpenAI's API with several clients at a time: a row for each number of them.
 
 $ python sample_jax.py --out_dir=out-mine --serve=8000
 $ python tools/clients.py http://localhost:8000 --clients=1,8,1,8 --requests=16 --max_tokens=64
 
-A row says how many tokens per second all clients get together, also as a multiple of the first row's; how long the
-first piece of an answer takes; and how many texts differ from those of the first row. All rows ask the same: request i
-has seed i, and a prompt of its own. A row is measured after one that is not, which compiles.
+A row says how many tokens per second all clients get together, also as a multiple of the first row;
+how long the first piece of an answer takes; and how many texts differ from those of the first row.
+All rows send the same requests: request i has seed i, and a prompt of its own. Each number of
+clients runs once before, unmeasured, to compile.
 """
 import argparse
 import json
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """What a client got."""
+    """An answer, and what it took."""
     text: str
     n_tokens: int
     first_s: float  # seconds until the first piece

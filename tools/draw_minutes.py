@@ -3,8 +3,8 @@
 $ python tools/draw_minutes.py --measure     # runs RUNS, 7 minutes on a quiet machine, and writes tools/minutes.json
 $ python tools/draw_minutes.py               # draws what is in tools/minutes.json, and POINTS
 
-Start and compilation are in the minutes, and so are the evaluations that make a curve, most of which an ordinary run of
-these commands does not have."""
+The minutes include start, compilation and the evaluations that make a curve. An ordinary run of
+these commands has fewer evaluations."""
 import argparse
 import json
 import os
@@ -33,8 +33,8 @@ POINTS = [  # (minutes, bits per byte, label, where it stands): docs/performance
 
 
 def measure(flags):
-    """Trains in a process of its own; returns [(minutes since its start, bits per byte)] of its evaluations, without
-    the one before the first update."""
+    """Trains in a process of its own. Returns [(minutes since its start, bits per byte)] of its
+    evaluations, without the evaluation before the first update."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, 'train_jax.py', *shlex.split(flags), '--overwrite=True', f'--out_dir={folder}/out']
         environment = dict(os.environ, JAX_ENABLE_COMPILATION_CACHE='0', PYTHONUNBUFFERED='1')

@@ -6,9 +6,10 @@ $ python tools/five_minutes.py --check=mine.json         # 100 iterations of eac
 $ python tools/five_minutes.py --check=mine.json --all   # all iterations
 $ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6   # other flags are those of train_jax.py
 
-A row's file holds its manifest, and of each seed the iterations, the bits per byte, the losses of the log, and digests
-of the weights after 100 iterations and at the end. On the same kind of machine, with the same versions, --check demands
-the same bits; elsewhere losses within BOUND. Exit code 0 if that is so, 1 if not, 2 if it cannot be checked.
+The file of a row holds its manifest, and for each seed the iterations, the bits per byte, the
+losses of the log, and digests of the weights after 100 iterations and at the end. On the same kind
+of machine, with the same versions, --check demands the same bits; elsewhere losses within BOUND.
+Exit code: 0 if they agree, 1 if not, 2 if it cannot be checked.
 """
 import argparse
 import os
@@ -31,7 +32,7 @@ N_CHECKED = 100  # iterations
 
 
 def train(*flags):
-    """Runs train_jax.py; returns what it printed."""
+    """Runs train_jax.py and returns its output. Exits if it fails."""
     command = [sys.executable, str(ROOT / 'train_jax.py'), *map(str, flags)]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
     if done.returncode:
@@ -58,7 +59,8 @@ def train_beginning(config, flags, one, n):
 
 
 def run(config, seed, flags):
-    """Trains with a seed for the minutes of the config file. Returns (what a row says of it, device, manifest)."""
+    """Trains with a seed for the minutes of the config file. Returns (the seed's part of a row,
+    device, manifest)."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
@@ -95,7 +97,7 @@ def print_row(row):
 
 def check(row, flags, has_all):
     """Trains the beginning of each seed of a row again, or all of it, prints a line for each, and returns the exit
-    code. flags: more of train_jax.py, as --device."""
+    code. flags: further flags of train_jax.py, as --device."""
     from jax_run.manifest import find_changed, find_machine
     from jax_run.verify import BOUND
     code = 0

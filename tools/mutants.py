@@ -73,7 +73,7 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
 
 
 def extract(folder, revision, *paths):
-    """Writes the files of a revision below these paths, or all, into a folder."""
+    """Writes the files of a revision below `paths`, or all its files, into a folder."""
     files = subprocess.run(['git', 'archive', revision, *paths], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(['tar', '-x', '-C', folder], input=files, check=True)
 

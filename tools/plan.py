@@ -1,5 +1,6 @@
-"""A step of training or decoding -> what it needs of devices that are not here, as XLA says of the
-compiled program. `flags` are those of bench_jax.py, as attributes."""
+"""Plans a step of training or decoding for devices that are not here: memory, FLOPs and
+communication, as XLA reports them of the compiled program. `flags` are those of bench_jax.py, as
+attributes."""
 import functools
 import math
 import re
@@ -23,8 +24,8 @@ COLLECTIVES = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permut
 
 
 def plan_step(flags, config, devices):
-    """Compiles a step for `devices` and returns {name: value}: what was chosen, bytes of one device,
-    and what XLA counts in its program, where the body of a loop counts once."""
+    """Compiles a step for `devices` and returns {name: value}: what was chosen, the memory of one
+    device, and what XLA counts in the program. XLA counts the body of a loop once."""
     start = time.perf_counter()
     lower = lower_decode if flags.plan == 'decode' else lower_train_step
     lowered, parts, results = lower(flags, config, devices)
@@ -88,8 +89,9 @@ def lower_train_step(flags, config, devices):
 
 
 def lower_decode(flags, config, devices):
-    """Lowers the loop of max_new_tokens decode steps for batch_size sequences, on tensor x expert of
-    the devices, as sample_jax.py decodes. Returns as lower_train_step, with the part 'cache'."""
+    """Lowers the loop of max_new_tokens decode steps for batch_size sequences, as sample_jax.py
+    decodes, on the first tensor * expert devices. Returns what lower_train_step returns, with the
+    part 'cache' in place of 'optimizer'."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
     config = config_for_decoding(config, layout, config.dtype)
@@ -164,8 +166,9 @@ def shard_bytes(tree):
 def count_collectives(text):
     """Returns {'all_gather_count': how many, 'all_gather_mb': size of their results on a device, ...}
     of the collectives in the text of a compiled program."""
-    # Of one that starts and ends, the end counts, because its result is nothing else. A TPU's may
-    # be in pieces, one in each of the fusions beside which it runs; they have its chain_id.
+    # An asynchronous collective starts and ends: the end counts, because it has only the result. On
+    # a TPU a collective may be in pieces, one in each fusion that runs at the same time; the pieces
+    # have the same chain_id.
     found = {}  # {(kind, chain or number): shapes of the results}
     collectives = re.findall(rf' = (.*?) ({COLLECTIVES})(?:-done)?\((.*)', text)
     for number, (shapes, kind, rest) in enumerate(collectives):
@@ -181,7 +184,8 @@ def count_collectives(text):
 
 
 def bytes_of(shapes):
-    """Returns the bytes of the arrays in a piece of such a text, as in '(f32[8,2], pred[])'."""
+    """Returns the bytes of the arrays in a piece of a program's text, such as '(f32[8,2],
+    pred[])'."""
     n_bits = 0
     for bits, dims in re.findall(r'[a-z]+(\d*)\w*\[([\d,]*)\]', shapes):
         n_bits += int(bits or 8) * math.prod(int(size) for size in dims.split(',') if size)

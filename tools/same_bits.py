@@ -3,11 +3,10 @@
 $ python tools/same_bits.py HEAD~1            # the tree beside that commit, some three minutes
 $ python tools/same_bits.py HEAD~1 --only=data_sets,gpt
 
-Each case is a few commands, run in a checkout of the commit and in the tree, of which it keeps
-numbers and digests by name: losses of 20 iterations, sampled texts, bytes of data sets, tensors of
-exports; the last case goes on with the commit's runs. Equal, or the differences by name and exit
-code 1. Bits differ from CPU to CPU and between versions of jax, so that nothing is
-stored.
+Each case runs a few commands in a checkout of the commit and in the tree. It keeps numbers and
+digests by name: losses of 20 iterations, sampled texts, bytes of data sets, tensors of exports. The
+last case resumes the commit's runs. Prints the differences by name, with exit code 1 if there are
+any. Bits differ from CPU to CPU and between versions of jax, so that nothing is stored.
 """
 import argparse
 import hashlib
@@ -78,7 +77,7 @@ def write_text(folder):
 
 
 def write_model(folder):
-    """Makes a folder of a small Llama of random weights that chats, as a Hugging Face folder."""
+    """Makes the Hugging Face folder of a small Llama with random weights and a chat template."""
     from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
@@ -125,7 +124,7 @@ def digest(data):
 
 
 def losses(out):
-    """Returns {name: value} of all that a run has logged but times."""
+    """Returns {name: value} of all that a run has logged, except times."""
     found = {}
     for line in (out / 'metrics.jsonl').read_text().splitlines():
         row = json.loads(line)
@@ -142,9 +141,9 @@ def files(folder):
 
 
 def samples(tree, *args):
-    """Returns {name: text} of samples, and of what sample_jax.py says of them."""
+    """Returns {name: value} of samples, and of what sample_jax.py writes beside them."""
     path = tree.work / 'samples.jsonl'
-    path.unlink(missing_ok=True)  # one of other flags is not continued
+    path.unlink(missing_ok=True)  # sample_jax.py refuses a file of other flags
     tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',
              '--max_new_tokens=24', '--seed=5', *args)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -153,8 +152,8 @@ def samples(tree, *args):
 
 
 def tensors(path):
-    """Returns {name: digest} of the tensors of an exported folder or GGUF file, and of the
-    fields of the latter."""
+    """Returns {name: digest} of the tensors of an exported folder or GGUF file. Includes the JSON
+    files of a folder, and the fields of a GGUF file."""
     if path.is_dir():
         from safetensors.numpy import load_file
         found = {}
@@ -177,7 +176,8 @@ def tensors(path):
 # the cases: tree, folder of the inputs -> {name: value}
 
 def data_sets(tree, inputs):
-    """Data sets of characters, of an own BPE, of rows, of chats with and without rows."""
+    """Makes data sets of characters, of a BPE of its own, of rows, of chats with and without
+    --rows."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],
@@ -195,7 +195,8 @@ def data_sets(tree, inputs):
 
 
 def gpt(tree, inputs):
-    """A GPT-2 with dropout, and its samples in float32, in int8, with drafts."""
+    """Trains a GPT-2 with dropout, and samples from it in float32, in int8, with drafts,
+    greedily."""
     out = tree.work / 'out-gpt'
     tree.train(out, *GPT, tree.data('chars'))
     found = losses(out)
@@ -208,7 +209,7 @@ def gpt(tree, inputs):
 
 
 def resumed(tree, inputs):
-    """The same GPT, stopped after ten iterations and resumed."""
+    """Trains the same GPT, stopped after ten iterations and resumed."""
     out = tree.work / 'out-resumed'
     tree.train(out, *GPT, tree.data('chars'), '--max_iters=10')
     tree.train(out, '--init_from=resume')
@@ -216,14 +217,14 @@ def resumed(tree, inputs):
 
 
 def float16(tree, inputs):
-    """The same GPT in float16, with its loss scale."""
+    """Trains the same GPT in float16, with its loss scale."""
     out = tree.work / 'out-float16'
     tree.train(out, *GPT, tree.data('chars'), '--dtype=float16')
     return losses(out)
 
 
 def qwen(tree, inputs):
-    """A Qwen3 with Muon and a BPE of its own, and its exports."""
+    """Trains a Qwen3 with Muon on data of a BPE, samples from it and exports it."""
     out = tree.work / 'out-qwen'
     tree.train(out, *QWEN, tree.data('bpe'), '--optimizer=muon')
     found = losses(out)
@@ -237,7 +238,7 @@ def qwen(tree, inputs):
 
 
 def chat(tree, inputs):
-    """A Llama of a folder, tuned on packed chats by LoRA; its answers."""
+    """Tunes a Llama from a folder on packed chats by LoRA, and samples answers."""
     out = tree.work / 'out-chat'
     tree.train(out, tree.data('packed'), f'--init_from={inputs / "model"}', '--block_size=64',
                '--lora_rank=4', '--quantize=int8')
@@ -247,14 +248,14 @@ def chat(tree, inputs):
 
 
 def sharded(tree, inputs):
-    """The Qwen3 on eight devices, fsdp x tensor, in bfloat16."""
+    """Trains the Qwen3 on eight devices, fsdp x tensor, in bfloat16."""
     out = tree.work / 'out-sharded'
     tree.train(out, *QWEN, *SHARDED, tree.data('bpe'), devices=8)
     return losses(out)
 
 
 def old_runs_go_on(tree, inputs):
-    """Runs that the commit has made, resumed for ten iterations and sampled."""
+    """Resumes runs that the commit has made for ten iterations, and samples from them."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):

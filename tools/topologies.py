@@ -1,4 +1,4 @@
-"""The name of a topology -> devices to compile for."""
+"""Turns the name of a topology into devices to compile for."""
 import ctypes
 import importlib.util
 import math
@@ -76,7 +76,7 @@ def cpu_devices(topology, n_devices):
 
 
 def prepare_tpu_compiler():
-    """Tells libtpu that it runs on a slice, which it would otherwise ask the machine."""
+    """Tells libtpu that it runs on a slice. Otherwise it would ask the machine."""
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
@@ -96,7 +96,8 @@ def prepare_cuda_compiler():
 
 
 def name_gpus_cuda():
-    """Makes 'gpu' mean CUDA in jax: without a GPU it means nothing to it (jax-ml/jax#23971)."""
+    """Makes 'gpu' mean CUDA in jax, which without a GPU does not know this name
+    (jax-ml/jax#23971)."""
     from jax._src import xla_bridge
     canonical = xla_bridge.canonicalize_platform
 
