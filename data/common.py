@@ -1,5 +1,5 @@
 """Shared code of the scripts data/*/prepare.py: flags and signals, tokenizers, writing a data set.
-Importing this file makes their errors one line, with exit code 2."""
+Importing this file makes the errors of a script one line, with exit code 2."""
 import argparse
 import bisect
 import concurrent.futures
@@ -288,7 +288,8 @@ def join(parts, dtype):
 
 
 def encode_documents(texts, vocabulary, num_threads=None):
-    """Returns an array of the ids of each document, with `begin` and `end` of the vocabulary."""
+    """Returns a list of arrays: the ids of each document, with `begin` and `end` of the
+    vocabulary."""
     return [join((vocabulary.begin, ids, vocabulary.end), vocabulary.dtype)
             for ids in create_encoder(vocabulary, num_threads)(texts)]
 

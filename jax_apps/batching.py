@@ -81,7 +81,8 @@ class Row:
         return not is_done and has_room and self.length <= self.decoder.max_cached
 
     def end_of_chunk(self, n_new):
-        """Returns how many new tokens the row has after n_new more, as far as it is shared."""
+        """Returns how many new tokens the row has at the end of a chunk of n_new tokens: fewer than
+        n_new more, if it ends or does not fit into a cache before."""
         n_prompt = self.length - self.n_generated
         return min(self.n_generated + n_new, self.decoder.sampling.max_new_tokens,
                    self.decoder.max_cached + 1 - n_prompt)

@@ -1,4 +1,4 @@
-"""Several processes find each other and agree, and handle the signals that stop a process."""
+"""Lets several processes find each other and agree, and handles the signals that stop a process."""
 import contextlib
 import errno
 import json

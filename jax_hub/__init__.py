@@ -1,1 +1,2 @@
-"""Other people's models: what their folders say, read by transformers where that defines it."""
+"""Other people's models: configs, weights, tokenizers and chat templates. transformers reads what
+it defines."""

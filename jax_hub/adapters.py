@@ -59,7 +59,7 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
 
 
 def as_peft_number(alpha):
-    """Returns alpha as an int if it is a whole number, because peft writes it so."""
+    """Returns alpha as an int if it is a whole number, because peft's type of it is int."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 

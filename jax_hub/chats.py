@@ -187,7 +187,7 @@ class Watch(threading.Thread):
                     self.has_work.clear()
 
     def begin(self, seconds):
-        """Limits the calling thread to `seconds` from now on."""
+        """Limits the calling thread to `seconds` of CPU time from now on."""
         thread = threading.get_ident()
         clock = time.pthread_getcpuclockid(thread)
         with self.lock:

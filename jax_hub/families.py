@@ -41,7 +41,7 @@ LAYER_TYPES = {
 
 
 def require(hf, **supported):
-    """Raises UserError if a key of a config has another value than the only supported one."""
+    """Raises UserError if a key of a config has another value than in `supported`."""
     for key, value in supported.items():
         found = getattr(hf, key, value)
         if found != value:

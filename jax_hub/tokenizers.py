@@ -213,8 +213,8 @@ class HFTokenizer:
         return n_bytes
 
     def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
-        """Returns the text of the messages of a chat. tools, variables: see read_chat. Raises
-        UserError if there is no template, or if it refuses the messages."""
+        """Returns the text of the messages of a chat. tools, variables: see Chat. Raises UserError
+        if there is no template, or if it refuses the messages."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))

@@ -64,7 +64,7 @@ def explained(url):
 
 
 class Folder:
-    """A folder of a bucket: its objects, by their names in it."""
+    """A folder of a bucket. Its objects are named relative to the folder."""
 
     def __init__(self, url):
         bucket, _, self.prefix = url.removeprefix('gs://').strip('/').partition('/')

@@ -93,8 +93,8 @@ def check_checksum(lora, crc):
 
 def load_start_weights(source, config, layout, change=None):
     """Loads the parameters that a run starts from. Returns (parameters, checksum), as load_weights
-    does. source: a pretrained model, or the checkpoint of a run, out_dir/ckpt/ITERATION, to which
-    its LoRA updates, if any, are added."""
+    does. source: a pretrained model, or the checkpoint of a run, out_dir/ckpt/ITERATION. LoRA's
+    updates in the checkpoint are merged."""
     if not is_checkpoint(source):
         return load_weights(source, config, layout, change)
 

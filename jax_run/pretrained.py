@@ -77,9 +77,9 @@ def pretrained_model(flags, given, meta, dtype):
 # a sample while training
 
 def open_sampler(run):
-    """Makes a function of a TrainState that returns a continuation of --sample_prompt, the one that
-    sample_jax.py would return for its checkpoint. It returns '' for a new model before its first
-    update. Raises UserError for a prompt that cannot be continued."""
+    """Makes a function of a TrainState that returns a continuation of --sample_prompt, as
+    sample_jax.py would from a checkpoint of this state. It returns '' for a new model before its
+    first update. Raises UserError for a prompt that cannot be continued."""
     prompt = run.flags['sample_prompt']
     with in_all_processes():
         sampler = create_sampler(prompt, run.model, run.devices[0])

@@ -22,10 +22,10 @@ def restore_run(out_dir, which, layout, base):
 
 
 def restore_params(out_dir, step, config, meta, layout):
-    """Restores the parameters of a checkpoint, sharded as `layout` says: of a LoRA run its updates
-    alone, of several sets of weights (--ema) the last. config, meta: the config of the model and
-    the metadata of the checkpoint. Raises UserError if no model can be built from them, or if the
-    checkpoint does not fit it."""
+    """Restores the parameters of a checkpoint, sharded as `layout` says. For a LoRA run these are
+    the updates alone. If the checkpoint has several sets of weights (--ema), the last is restored.
+    config, meta: the model's config, the checkpoint's metadata. Raises UserError if no model can be
+    built from them, or if the checkpoint does not fit it."""
     try:
         params = layout.abstract_state(make_params, config, meta.get('lora'))
     except (OverflowError, TypeError, ValueError) as error:
@@ -36,8 +36,7 @@ def restore_params(out_dir, step, config, meta, layout):
 
 
 def make_params(config, lora):
-    """Makes new parameters of a model, or new updates of LoRA, of which only the shapes are
-    used."""
+    """Makes new parameters of a model, or new updates of LoRA. Only their shapes are used."""
     if not lora:
         return init_params(jax.random.key(0), config)
     from jax_train_utils import create_updates  # sampling needs no training

@@ -41,8 +41,8 @@ class Order(NamedTuple):
     n_offsets: int = 0
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places, int64 [B], at which the stream has the sequences `numbers`, int64
-        [B]."""
+        """Returns the places in the data, int64 [B], of the sequences `numbers`, int64 [B], of the
+        stream."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -395,7 +395,7 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
 
     Returns (the part, the number of the sequence in the part's own stream), int64 [B]. For every N,
     each part gets its fraction of the first N sequences. The error is at most len(fractions)
-    sequences. For example, of fractions 0.5, 0.25, 0.25:
+    sequences. For example, with fractions 0.5, 0.25, 0.25:
 
         number    0  1  2  3  4  5  6  7
         part      2  1  0  0  2  1  0  0

@@ -119,8 +119,8 @@ def check_all_is_asked(row):
 
 
 def parsed(value, name):
-    """Returns `value`, parsed if it is JSON text: a column of a table or of parquet cannot hold any
-    kind of object. Raises UserError if it cannot be parsed."""
+    """Returns `value`, parsed if it is JSON text: a column of a table or of parquet cannot hold
+    arbitrary objects. Raises UserError if it cannot be parsed."""
     if isinstance(value, str):
         return parse_json(value, f'"{name}"') if value.strip() else None
     return value

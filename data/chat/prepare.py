@@ -197,8 +197,8 @@ def encode_example(example, enc):
 
 def check_ends(ids, mask, enc):
     """Returns a warning if sampling will not stop at the tokens that end the answers, else ''.
-    Raises UserError if no answer ends with such a token: a model that learns from these answers
-    would never stop.
+    Raises UserError if no answer ends with a special token or a stop token: a model that learns
+    from these answers would never stop.
 
     ids, mask: the arrays of all conversations, one after the other."""
     # The last tokens of answers, a part of the ids at a time. White space is left out, because many

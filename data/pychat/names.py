@@ -26,7 +26,7 @@ SPOKEN = {'posixpath': 'os.path', 'genericpath': 'os.path'}
 
 
 class Named(NamedTuple):
-    """A public name."""
+    """A public name of a module, class, function or method."""
     name: str  # with its module: os.path.join; of a builtin, len
     kind: str  # 'module', 'class', 'function' or 'method'
     sentence: str  # the first of its docstring, '' if there is none
