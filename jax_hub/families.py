@@ -13,7 +13,7 @@ from jax_flags import UserError, printable
 from jax_hub.folders import import_transformers, telling_warnings
 from jax_transformer import GPTConfig
 
-# {model_type: model_type of the class of transformers that reads it}
+# model_type: the model_type of the class of transformers that reads it
 CLASS_OF = {'kimi_k2': 'deepseek_v3', 'gemma3': 'gemma3_text', 'llama4': 'llama4_text'}
 COMPOSITE = ('gemma3', 'llama4')  # with a text_config beside a vision_config
 # keys that do not belong to the language model
