@@ -357,7 +357,7 @@ def test_a_bucket_that_cannot_be_read_or_written_is_refused_in_one_line_before_t
 
 class Proxy(BaseHTTPRequestHandler):
     """Passes requests on to the server of the tests; while `fault` is a status answers with it, while it is 'reset'
-    closes the connection without an answer."""
+    closes the connection without an answer, while it is 'silent' lets the client wait."""
     protocol_version = 'HTTP/1.1'
 
     def do_GET(self):
@@ -367,7 +367,10 @@ class Proxy(BaseHTTPRequestHandler):
                 body += self.rfile.read(size)
                 self.rfile.readline()
             self.rfile.readline()
-        if self.server.fault == 'reset':
+        was_silent = self.server.fault == 'silent'
+        while self.server.fault == 'silent':
+            time.sleep(0.1)
+        if self.server.fault == 'reset' or was_silent:
             self.close_connection = True
             return
         status, headers, content = self.server.fault, {}, b'{}'
@@ -409,7 +412,7 @@ def proxy(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault', [503, 'reset'])
+@pytest.mark.parametrize('fault', [503, 'reset', 'silent'])
 def test_the_documented_loop_comes_back_from_a_bucket_that_fails_for_a_while(
         flags, url, proxy, fault, bucket, tmp_path):
     def complete():

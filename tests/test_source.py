@@ -16,6 +16,7 @@ import jax_generate
 import jax_train_utils
 import jax_transformer
 from tests.common import MODEL, ROOT, SHORT, write_dataset
+from tools import mutants
 
 # imports go down: a module imports those of its own layer and of layers before it, without a circle
 LAYERS = [
@@ -326,3 +327,11 @@ def test_the_extras_of_pyproject_are_the_requirements_of_the_tests():
     lines = (ROOT / 'requirements_dev.txt').read_text().splitlines()
     names = [line.split('#')[0].strip() for line in lines if not line.startswith(('#', '-r'))]
     assert tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies'] == {'dev': names}
+
+
+@pytest.mark.parametrize('module', mutants.MODULES)
+def test_what_a_mutant_changes_is_there_once(module):
+    file, tests, changes = mutants.MODULES[module]
+    source = (ROOT / file).read_text()
+    assert [old for old, new in changes if source.count(old) != 1 or new == old] == []
+    assert all((ROOT / 'tests' / f'test_{name}.py').is_file() or name == mutants.START for name in tests.split())

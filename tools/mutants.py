@@ -30,7 +30,6 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
     'generation': ('jax_generate.py', f'{START} generate text', [
         ('jax.random.fold_in)(state.key_B, state.n_generated_B)', 'jax.random.fold_in)(state.key_B, state.length_B)'),
         ('jnp.clip(room_B - 1, 0, n_draft)', 'jnp.clip(room_B, 0, n_draft)'),
-        ('jnp.array([2, 1])', 'jnp.array([1, 1])'),
         ('(accepted < 0.3 * drafted)', '(accepted < 0.03 * drafted)'),
         ('(state.length_B > n_slots)', '(state.length_B > n_slots + 1)')]),
     'step': ('jax_train_utils.py', 'train_utils parallel', [
@@ -40,7 +39,8 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
         ('total / n_rows / evaluation.share', 'total / n_rows'),
         ('is_row = (rows < n_rows).astype', 'is_row = (rows > -1).astype')]),
     'optimizer': ('jax_train_utils.py', 'optimizers train_utils', [
-        ('optax.trace(0.95, nesterov=True)', 'optax.trace(0.95)'),
+        ('optax.trace(0.95, nesterov=True)', 'optax.trace(0.95)')]),
+    'muon': ('jax_ops/muon.py', 'optimizers train_utils', [
         ('(n_query + kernel.shape[1]) // 2', 'n_query + 1')]),
     'sources': ('jax_run/sources.py', 'sources data train_utils', [
         ('n_offsets=n_tokens - n * block_size', 'n_offsets=0'),
@@ -49,7 +49,7 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
         ('last // max(1, n_rows - 1)', 'last // n_rows')]),
     'checkpoints': ('jax_run/checkpoints.py', 'checkpoints', [
         ('steps = [best, *sorted(others, reverse=True)]', 'steps = [best, *others]'),
-        ('if has_checksums and not', 'if False and not')]),
+        ('if must_have_checksums and not', 'if False and not')]),
     'layout': ('jax_devices/layout.py', 'parallel compiled', [
         ('if self.zero and hasattr', 'if False and hasattr'),
         ('if config.block_size % self.context**2:', 'if config.block_size % self.context:'),
