@@ -1,7 +1,7 @@
 # A small model that answers questions about Python's own library, without a network. On two quiet cores this takes
 # some 22 minutes, and the model before it 6 (docs/lab_log.md, A chat on a laptop):
 #   python data/pystdlib/prepare.py && python train_jax.py config/train_pystdlib.py
-#   python data/pychat/prepare.py --tokenizer=data/pystdlib/tokenizer
+#   python data/pychat/prepare.py --tokenizer=data/pystdlib
 #   python train_jax.py config/chat_laptop.py
 #   python sample_jax.py --out_dir=out-chat-laptop --serve=8000
 

@@ -1,11 +1,10 @@
 """
 Prepare conversations about the names of Python's own library, which a small model can learn and a
-program can check. No network is needed. --tokenizer is a model that was trained here, or the folder
-tokenizer of its data:
+program can check. No network is needed. --tokenizer is a model that was trained here, or its data:
 $ python data/pystdlib/prepare.py
-$ python data/pychat/prepare.py --tokenizer=data/pystdlib/tokenizer
+$ python data/pychat/prepare.py --tokenizer=data/pystdlib
 Or about a package of your own, by its docstrings (the package is read, not run):
-$ python data/pychat/prepare.py path/to/package --tokenizer=out-mine/tokenizer --out_dir data/mychat
+$ python data/pychat/prepare.py path/to/package --tokenizer=out-mine --out_dir data/mychat
 Saves what data/chat/prepare.py saves, and the conversations (chats.jsonl). The folder tasks gets
 questions for eval_jax.py, in forms that no conversation of the train part has.
 """
@@ -43,7 +42,7 @@ def main():
     parser.add_argument('input', nargs='?',
                         help="a folder of Python code (default: this Python's library)")
     parser.add_argument('--tokenizer', required=True,
-                        help='the folder tokenizer of a run or of a data set, or a model')
+                        help='the model: a run, a data set, a Hugging Face folder or owner/name')
     parser.add_argument('--template', default=Path(here) / 'prompt.jinja',
                         metavar='plain|chatml|FILE',
                         help="as of data/chat/prepare.py (default: prompt.jinja beside this file, "
