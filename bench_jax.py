@@ -356,8 +356,8 @@ def bench_compile(plan_devices):
 
 
 def peak_memory_gb():
-    """Returns the peak memory in GB: of the first device, or on a CPU of the process; None if it is
-    unknown."""
+    """Returns the peak memory in GB, or None if it is unknown: of the first device if JAX reports
+    it; otherwise, as on a CPU, the resident memory of this process."""
     stats = devices[0].memory_stats()
     if stats:
         return stats['peak_bytes_in_use'] / 1e9

@@ -1117,9 +1117,10 @@ def four_per_octave(n: int, least: int) -> int:
 
 
 def piece_length(n_tokens: int, least: int) -> int:
-    """Returns the width of the pieces in which the prompts of generation are prefilled.
+    """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled.
 
-    It is 16 (or `least`, if that is more) or 64 for short prompts, and PIECE for long ones."""
+    n_tokens: of the longest prompt, without those that the cache holds already. The width is 16 for
+    up to 16 tokens and 64 for up to 256, but not less than `least`. For more tokens it is PIECE."""
     # a piece is computed with its padding, so that a short prompt has a narrow one
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)

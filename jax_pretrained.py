@@ -229,11 +229,12 @@ def config_of_base(base):
 
 
 def adapter_modules(updates, config, family):
-    """Returns ({module: Halves}, modules without an update), with the names of transformers.
+    """Returns ({module: Halves}, [module without an update]), with transformers' module names.
 
-    If one matrix of ours is several tensors on disk (q, k and v), each tensor gets the same a, and
-    its part of b. If several matrices of ours are one tensor on disk (gate and up of Phi 3), their
-    updates are joined side by side to one, and their ranks add up."""
+    updates: the tree of LoRA's a [in, rank] and b [rank, out]. If one matrix in this tree is
+    several tensors on disk (q, k and v), each tensor gets the same a, and its own part of b. If
+    several matrices in this tree are one tensor on disk (gate and up of Phi 3), their updates are
+    concatenated along the rank, and their ranks add up."""
     updates = flatten_dict(updates)
     found = {}  # {module: [Halves]}
     others = []
@@ -629,8 +630,10 @@ def llama_tensor_maps(config, naming):
 
 
 def latent_rows(config, naming):
-    """Returns {module: the order of its rows on disk} for multi-head latent attention with channels
-    of RoPE that are interleaved on disk; {} for other models."""
+    """Returns {module: numbers of its rows on disk, in the order that apply_rope needs}.
+
+    The modules are attn/q_b and attn/kv_a of multi-head latent attention, if the channels of RoPE
+    are interleaved on disk. Returns {} for other models."""
     mla = config.mla
     if not mla or not naming.interleaved_rope:
         return {}

@@ -644,7 +644,8 @@ class Generation:
         return self.sampling.max_new_tokens
 
     def read_texts(self):
-        """Sets texts and stopped. A stop text counts only after the prompt."""
+        """Updates self.texts and self.stopped for the samples that have new tokens. A text ends
+        before the first stop text that is complete. Stop texts in the prompt do not count."""
         for i, length in enumerate(self.result.lengths.tolist()):
             # a row that has ended has no new tokens
             if length == self.n_read[i]:

@@ -94,11 +94,13 @@ class Row:
 
 
 class Batch:
-    """The rows that are being decoded.
+    """Decodes the rows of several answers together.
 
-    n_rows: how many rows each step computes, even if fewer are there. Then the bits of a row do not
-    depend on how many are there. 0 computes as many as are there, rounded up to a power of two; a
-    single row is then decoded as without a batch, with drafts and with the program of one row."""
+    n_rows: the number of rows that each step computes, even if fewer are being decoded. A row then
+    gets the same bits however many other rows there are. With 0, each step computes the rows that
+    are being decoded, rounded up to a power of two, and for a while more after rows have left. With
+    0 or 1, a single row is decoded by its own Decoder, as without a batch: the program has one row,
+    and may use drafts."""
 
     def __init__(self, n_rows=0):
         self.n_rows = n_rows

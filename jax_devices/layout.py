@@ -137,10 +137,15 @@ class Layout:
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (shape, PartitionSpec) of a global array of the batch. Each device or group of
-        devices has a shard [*shape, *rest]. Under pmap the shards are stacked on a leading axis. On
-        a mesh they are side by side on the last axis of `shape`, and the positions, the axis in
-        `rest`, are sharded over context."""
+        """Returns (shape, PartitionSpec) of the global array of one item of the batch.
+
+        shape: the leading axes of a shard; the last of them counts sequences. rest: the axes of one
+        sequence, () or (positions,). A shard [*shape, *rest] is on one device, or on a group of
+        devices that share sequences.
+
+        On one device the global array is the shard. Under pmap it is [n_data_shards, *shape,
+        *rest]. On a mesh the shards are concatenated on the last axis of `shape`, and the positions
+        are sharded over context."""
         if len(self.devices) == 1:
             return (*shape, *rest), P()
         if self.is_replicated:

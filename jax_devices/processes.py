@@ -61,9 +61,10 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
 
 def launcher_started_several():
-    """Returns whether the environment says that a launcher has started several processes, which JAX
-    can detect. Raises UserError for a launcher that JAX does not know, because each process would
-    train alone."""
+    """Returns whether the environment names several processes that JAX can detect: under Slurm and
+    Open MPI, in an indexed Kubernetes job, and if JAX_COORDINATOR_ADDRESS is set. Raises UserError
+    for torchrun or SkyPilot with several processes: JAX does not detect those, and each process
+    would train alone."""
     def has_several(variable):
         return int(os.environ.get(variable) or 1) > 1
 

@@ -321,10 +321,12 @@ def enable_compilation_cache(platform):
 
 
 def can_cache_on_cpu():
-    """Returns whether compiled programs of a CPU are cached: from jaxlib 0.10.2 on, on Linux, in a
-    single process. Earlier versions print two lines about SIGILL for each loaded program on a CPU
+    """Returns whether programs that are compiled for a CPU are cached. This needs jaxlib 0.10.2 or
+    later, Linux and a single process.
+
+    Earlier versions of jaxlib print two lines about SIGILL for each program that they load on a CPU
     with AVX-512 (jax-ml/jax#38445). Other systems were not tested. Of several processes only the
-    first one writes."""
+    first one would write programs to the cache."""
     version = tuple(int(part) for part in jaxlib.__version__.split('.')[:3])
     return version >= (0, 10, 2) and sys.platform == 'linux' and jax.process_count() == 1
 

@@ -101,7 +101,8 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
 
 
 def add_settings(writer, config, family):
-    """Adds the sizes of a model to a GGUFWriter."""
+    """Adds the settings of a model to a GGUFWriter: its sizes and the epsilon of its norms; for
+    families other than gpt2 also the sizes of heads, and the settings of RoPE and of experts."""
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)

@@ -301,8 +301,10 @@ def is_own_copy(settings):
 
 
 def is_as_filed(folder, settings):
-    """Returns whether tokenizer.json and its `settings` say all of a tokenizer: no class changes
-    it, no other file adds to it, and it has no chat template."""
+    """Returns whether tokenizer.json and `settings`, the content of tokenizer_config.json, describe
+    the tokenizer of a folder completely: the class is AS_FILED, which changes nothing; there is no
+    chat template, no added token and no auto_map; and no other file can add to it, as a config.json
+    does."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}
@@ -496,7 +498,7 @@ GPT2_PROBE = 'ca9ae9970c63f5b0083078aff076afb78ea0b2316d961e9d3a5dd77f278ddd35' 
 
 
 def probe_ids(tokenizer):
-    """Returns the ids of PROBE of a Tokenizer of the library tokenizers."""
+    """Encodes PROBE with a tokenizers.Tokenizer, and returns the ids, without special tokens."""
     return tokenizer.encode(PROBE, add_special_tokens=False).ids
 
 

@@ -255,10 +255,8 @@ def write_safetensors(path, shapes, make_tensor, dtype):
 # quantized tensors
 
 class MXFP4(NamedTuple):
-    """Experts [E, in, out] as gpt-oss packs them: 4 bits a number, and 32 numbers along `in` share
-    an exponent.
-
-    x[e, ...] dequantizes expert e."""
+    """Holds experts [E, in, out] as gpt-oss packs them, in 4 bits per number: 32 numbers along `in`
+    share an exponent. Indexing an MXFP4 with [e, ...] dequantizes expert e to float32 [in, out]."""
     blocks: np.ndarray  # uint8 [E, out, in / 32, 16]; the low half of each byte comes first
     scales: np.ndarray  # uint8 [E, out, in / 32]
 

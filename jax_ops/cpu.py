@@ -48,9 +48,11 @@ def transpose_materialized(x):
 
 
 def two_rows(multiply, x, y):
-    """Computes multiply(x, y). A single row x [..., 1, K] is multiplied twice: for a matmul of one
-    row XLA:CPU converts a bfloat16 matrix to float32, and hoists the copies of all weights out of
-    the decode loop."""
+    """Computes multiply(x, y). If x [..., 1, K] has one row, multiply sees it twice, and the first
+    row of its result is returned.
+
+    For a matmul of one row XLA:CPU converts a bfloat16 matrix to float32. It also hoists these
+    copies of all weights out of the decode loop."""
     has_several_rows = x.size > x.shape[-1]
     if has_several_rows:
         return multiply(x, y)
@@ -244,9 +246,11 @@ def int16_levels(n):
 
 
 def multiply_integers(x_RxI, w_OxI, matrix_R=None):
-    """Computes x @ w.T of int16 x and the values of an Int8, exactly, and returns float32 [R, O].
-    matrix_R: the matrix of each row, if w is a stack [E, O, I]. Called by matmul_int8 and a Chosen
-    kernel (matmul.py)."""
+    """Computes x @ w.T in int32, and returns it as float32 [R, O].
+
+    x_RxI: int16, at most int16_levels(I) in magnitude, so that the result fits into int32. w_OxI:
+    the values of an Int8, as int8, or plus 128 as uint8. matrix_R: if w is a stack [E, O, I], the
+    index of each row's matrix. Called by multiply_quantized (matmul.py)."""
     R, I = x_RxI.shape
     if matrix_R is not None:
         w_RxOxI = chosen_rows(w_OxI, matrix_R, (I,))

@@ -84,8 +84,10 @@ def normalize(x_MxIxO):
 
 
 def even_polynomial(gram_MxIxI, coefficients):
-    """Computes a + b g + c g^2 + d g^3 + e g^4 of Gram matrices g. The result times x is one step
-    of POLAR_EXPRESS."""
+    """Computes a I + b g + c g^2 + d g^3 + e g^4 for each Gram matrix g = x x^T. The result @ x
+    applies the polynomial to the singular values of x.
+
+    coefficients: (a, b, c, d, e), an element of POLAR_EXPRESS. If c is 0, d and e are ignored."""
     a, b, c, d, e = coefficients
     result_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
     if c:

@@ -199,6 +199,15 @@ def find_changed(known, now):
     return {**changed, 'chosen': others} if others else changed
 
 
+def list_changes(changed, there):
+    """Returns a line for each difference of find_changed: 'version jax: 0.9 in the run, 0.10 here'.
+    there: what has the first manifest, as 'the run'."""
+    return [f'{shown}{name}: {before or "none"} in {there}, {after or "none"} here'
+            for part, shown in (('sources', 'source '), ('versions', 'version '),
+                                ('settings', 'setting '), ('flags', 'flag '), ('chosen', ''))
+            for name, (before, after) in changed.get(part, {}).items()]
+
+
 def say_what_differs(changed):
     """Prints which versions, settings and kind of device a resume has changed, because they may
     change bits of the results. changed: of find_changed."""

@@ -253,7 +253,10 @@ def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
 
 
 def find_starts(mask_x: np.ndarray) -> np.ndarray:
-    """Returns the position in its row at which the conversation of each token starts, int32."""
+    """Finds where the conversation of each token starts: int32 [n_rows, T], positions in the row.
+
+    mask_x: the mask of packed rows [n_rows, T], with STARTS at the first token of a conversation or
+    of the padding. Tokens before the first STARTS of a row get 0."""
     position = np.arange(mask_x.shape[1], dtype=np.int32)
     return np.maximum.accumulate(np.where(mask_x == STARTS, position, 0), axis=1)
 

@@ -14,7 +14,8 @@ from jax_run.checkpoints import (
     ITEMS, checkpoint_steps, data_since, open_checkpoint, opt_state_item, run_folder)
 from jax_run.log import read_metrics
 from jax_run.manifest import (
-    WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, make_manifest)
+    WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, list_changes,
+    make_manifest)
 from jax_run.restore import OnHost, restore_run
 from jax_run.start import start_state
 
@@ -185,12 +186,7 @@ def find_differences(known, now, data):
             change = compare_file(before['files'].get(name), array)
             if change:
                 of_data.append(f'data {name}: {change}')
-    lines = list(of_data)
-    changed = find_changed(known, now)
-    for part, shown in (('sources', 'source '), ('versions', 'version '), ('settings', 'setting '),
-                        ('flags', 'flag '), ('chosen', '')):
-        for name, (before, after) in changed.get(part, {}).items():
-            lines.append(f'{shown}{name}: {before or "none"} in the run, {after or "none"} here')
+    lines = [*of_data, *list_changes(find_changed(known, now), 'the run')]
     for change in known.get('earlier', ()):
         for part, shown in (('sources', 'source'), ('versions', 'version'), ('settings', 'setting')):
             for name, (before, after) in change.get(part, {}).items():

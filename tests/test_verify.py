@@ -194,9 +194,11 @@ def test_a_row_of_five_minutes_can_be_checked(row, tmp_path):
     # a row that claims what was not trained
     values['seeds'][0]['losses']['3'] -= 0.5
     values['seeds'][1]['digest_begin'] = '0' * 16
+    values['manifest']['sources']['jax_ops/layers.py'] = 'abc'
     other = tmp_path / 'other.json'
     other.write_text(json.dumps(values))
     result = run_script('tools/five_minutes.py', f'--check={other}')
     assert result.returncode == 1
     assert 'seed 1, 6 of 6 iterations: differs, losses by up to 0.5\n' in result.stdout
     assert 'seed 2, 6 of 6 iterations: differs, losses by up to 0\n' in result.stdout
+    assert result.stdout.count('source jax_ops/layers.py: abc in the row, ') == 1  # not for each seed

@@ -98,7 +98,7 @@ def print_row(row):
 def check(row, flags, has_all):
     """Trains the beginning of each seed of a row again, or all of it, prints a line for each, and returns the exit
     code. flags: further flags of train_jax.py, as --device."""
-    from jax_run.manifest import find_changed, find_machine
+    from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0
     for one in row['seeds']:
@@ -107,10 +107,10 @@ def check(row, flags, has_all):
         digest, losses, manifest = train_beginning(row['config'], [*row['flags'], *flags], one, n)
         known = row['manifest']
         changed = find_changed(known, manifest)
-        for part in ('flags', 'sources', 'versions', 'settings', 'chosen'):
-            for name, (before, now) in changed.get(part, {}).items():
-                if name not in ('seed', 'lr_decay_iters', 'warmup_iters'):
-                    print(f'{part} {name}: {before or "none"} in the row, {now or "none"} here')
+        for name in ('seed', 'lr_decay_iters', 'warmup_iters'):  # of the first seed in the row
+            changed.get('flags', {}).pop(name, None)
+        if one is row['seeds'][0]:
+            print(''.join(f'{line}\n' for line in list_changes(changed, 'the row')), end='')
         files = [{name: file['samples'] for name, file in data['files'].items()}
                  for data in (*known['data'], *manifest['data'])]
         if files[0] != files[1]:
