@@ -1,4 +1,5 @@
 """Text becomes ids and back, by characters, by GPT-2's BPE, by any folder's tokenizer; chat templates."""
+import itertools
 import json
 import shutil
 import subprocess
@@ -389,6 +390,59 @@ def test_the_flags_of_begin_and_end_do_what_they_do_in_transformers(speaking, ad
     tokenizer = HFTokenizer(speaking)
     expected = AutoTokenizer.from_pretrained(speaking)('</s>').input_ids  # a text that no split changes
     assert tokenizer.tokenizer.encode('</s>').ids == expected
+
+
+CLASSES = ['PreTrainedTokenizerFast', 'LlamaTokenizer', 'GPT2Tokenizer', 'Qwen2Tokenizer', 'GemmaTokenizer',
+           'CodeLlamaTokenizer', 'CohereTokenizer']
+AROUND = {'none': None, 'begin': (['<s>', '$A'], 'single'), 'both': (['<s>', '$A', '</s>'], 'single')}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('around', AROUND)
+@pytest.mark.parametrize('name', CLASSES)
+def test_flags_of_begin_and_end_of_every_class_do_what_they_do_in_transformers(tmp_path, name, around):
+    """189 combinations with what tokenizer.json itself puts around a text, and the flags of its settings."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+    filed = save_spaced(tmp_path, name in ('LlamaTokenizer', 'GemmaTokenizer', 'CodeLlamaTokenizer'))
+    if AROUND[around]:
+        parts = AROUND[around][0]
+        filed.post_processor = TemplateProcessing(single=' '.join(parts), special_tokens=[('<s>', 0), ('</s>', 1)])
+        filed.save(str(tmp_path / 'tokenizer.json'))
+    for add_bos, add_eos in itertools.product([None, True, False], repeat=2):
+        flags = {key: value for key, value in (('add_bos_token', add_bos), ('add_eos_token', add_eos))
+                 if value is not None}
+        (tmp_path / 'tokenizer_config.json').write_text(json.dumps({
+            'tokenizer_class': name, 'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<s>', **flags}))
+        expected = AutoTokenizer.from_pretrained(tmp_path)('</s>').input_ids  # a text that no split changes
+        tokenizer = HFTokenizer(tmp_path)
+        assert tokenizer.tokenizer.encode('</s>').ids == expected, flags
+        # the suffix is left out, because a text goes on
+        assert tokenizer.encode('</s>') == expected[:len(expected) - tokenizer.n_behind], flags
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', CLASSES)
+@pytest.mark.parametrize('added', [
+    {'added_tokens.json': {'<one>': 330, '<two>': 331}}, {'extra_special_tokens': ['<one>', '<two>']},
+    {'additional_special_tokens': ['<one>', '<two>']}, {'pad_token': '<one>', 'mask_token': '<two>'},
+    {'added_tokens_decoder': {str(330 + i): {
+        'content': content, 'lstrip': False, 'rstrip': False, 'normalized': False, 'single_word': False, 'special': True}
+        for i, content in enumerate(['<one>', '<two>'])}}], ids=lambda added: next(iter(added)))
+def test_tokens_that_are_added_beside_tokenizer_json_have_transformers_ids(tmp_path, name, added):
+    from transformers import AutoTokenizer
+    save_spaced(tmp_path, False)
+    settings = {'tokenizer_class': name, 'bos_token': '<s>', 'eos_token': '</s>', 'unk_token': '<s>'}
+    if 'added_tokens.json' in added:
+        (tmp_path / 'added_tokens.json').write_text(json.dumps(added['added_tokens.json']))
+    else:
+        settings |= added
+    (tmp_path / 'tokenizer_config.json').write_text(json.dumps(settings))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = HFTokenizer(tmp_path)
+    for token in ('<one>', '<two>', '</s>'):
+        assert tokenizer.ids.get(token) == theirs.get_vocab().get(token)
+        assert tokenizer.tokenizer.encode(token).ids == theirs(token).input_ids
 
 
 def mistral_folder(folder, split, **config):
