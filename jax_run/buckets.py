@@ -21,6 +21,8 @@ from pathlib import Path
 
 from jax_flags import TryAgain, UserError, lock_file, read_json, write_json
 
+# Seconds without a byte after which a request has failed.
+SILENCE = 30
 # Seconds without a renewal after which the lease of a run is free.
 LEASE = float(os.environ.get('JAX_TRANSFORMER_LEASE', 60))
 
@@ -36,13 +38,17 @@ def open_clients():
     """Returns (gcsfs's file system, the client of google-cloud-storage). Raises UserError without
     the packages."""
     try:
+        import aiohttp
         import gcsfs
         from google.cloud import storage
     except ImportError as error:
         raise UserError(f'gs:// needs two packages ({error}): pip install gcsfs '
                         'google-cloud-storage') from None
     logging.getLogger(gcsfs.__name__).setLevel(logging.CRITICAL)  # its errors are reported here, once
-    return gcsfs.GCSFileSystem(use_listings_cache=False), storage.Client(project=None)
+    # by itself gcsfs waits 5 minutes for a connection that gives no byte, several times
+    silence = aiohttp.ClientTimeout(total=None, sock_connect=SILENCE, sock_read=SILENCE)
+    files = gcsfs.GCSFileSystem(use_listings_cache=False, requests_timeout=silence)
+    return files, storage.Client(project=None)
 
 
 @contextlib.contextmanager
