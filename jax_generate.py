@@ -48,8 +48,9 @@ LARGEST_BIAS = 32
 # sampling
 
 class Controls(struct.PyTreeNode):
-    """The numbers of a Sampling that compiled functions read: other values do not recompile. None
-    is off, and its computation is not compiled. If rows differ, a control is an array [B, 1]."""
+    """The values of a Sampling that compiled functions take as arguments: other values do not
+    recompile, except n_vocab. None is off, and its computation is not compiled. If rows differ, a
+    control is an array [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: Any = ()  # int32 [n] or [B, n]; another n recompiles
     temperature: Any = None  # None is greedy
@@ -79,8 +80,8 @@ def create_controls(config: GPTConfig, sampling: Sampling) -> Controls:
 
 
 def stack_controls(rows: list[Controls | None]) -> Controls:
-    """Returns the Controls of a batch from those of its rows. None is a row that nobody reads. All
-    rows have the same n_vocab.
+    """Returns the Controls of a batch. rows: the Controls of each row, all with the same n_vocab;
+    None for a row whose tokens nobody reads.
 
     The result has every control, whatever the rows have, so that all batches share one program.
     where_any skips the costly controls that no row has."""
@@ -107,7 +108,8 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
 
 
 def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
-    """Returns one sampled token id for each row of float32 logits, [B]."""
+    """Returns one token id per row, [B], drawn with the key key_B[b] from the row's float32 logits
+    under the controls; the likeliest if greedy."""
     logits_BxV = sampling_logits(logits_BxV, controls)
     # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
     # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
@@ -129,8 +131,8 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
 
 
 def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
-    """Returns the logits of the distribution that is sampled from, [B, n_vocab]; excluded tokens
-    have -inf. Greedy sampling takes the largest."""
+    """Returns the logits that a token is drawn from, [B, n_vocab]: after temperature, top_k, top_p
+    and min_p; excluded tokens have -inf. Greedy sampling takes the largest."""
     # all-gathered over the vocabulary
     logits_BxV = shard(logits_BxV, None, None)[:, :controls.n_vocab]
     if controls.temperature is None:
@@ -152,8 +154,9 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
 
 
 def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
-    """Returns change(logits_BxV) if the control is not 0 in some row, else the logits. For a
-    control [B, 1] the compiled program decides that at run time; a scalar is always on."""
+    """Returns change(logits_BxV) if the control is nonzero in at least one row, else the logits
+    unchanged. For a control [B, 1] the compiled program decides that at run time; a scalar is
+    always on."""
     if np.ndim(control) == 0:
         return change(logits_BxV)
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
@@ -199,8 +202,9 @@ def log_probability(logits_BxV: Array, token_B: Array) -> Array:
 
 def penalize_repetition(logits_BxV: Array, tokens_BxN: Array, length_B: Array,
                         penalty: Array) -> Array:
-    """Divides positive logits by `penalty` and multiplies negative ones, for tokens that the row
-    already has (arXiv:1909.05858)."""
+    """Returns the logits with the repetition penalty (arXiv:1909.05858): of tokens that row b
+    already has, tokens_BxN[b, :length_B[b]], positive logits are divided by `penalty`, others
+    multiplied by it."""
     # which tokens of the vocabulary each row has, up to its length
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
     rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
@@ -231,7 +235,8 @@ class DecodeState(struct.PyTreeNode):
 
 def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
                       controls: Controls) -> tuple[DecodeState, Array]:
-    """Samples each row's next token and appends it to the active rows. Returns (state, token_B)."""
+    """Samples a token for each row, and appends it to the rows where active_B is True. Returns (the
+    new state, the sampled tokens of all rows, int32 [B])."""
     plain_BxV = logits_BxV
     if controls.repetition_penalty is not None:
         def penalize(logits_BxV):
@@ -259,8 +264,8 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
 
 def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, token_B: Array,
                     is_next_BxN: Array, controls: Controls) -> DecodeState:
-    """Returns the state with the log-probabilities of token_B where is_next_BxN. plain_BxV: the
-    model's logits. logits_BxV: the logits with the repetition penalty."""
+    """Returns the state with the log-probabilities of token_B written where is_next_BxN is True.
+    plain_BxV: the model's logits. logits_BxV: those after the repetition penalty."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
     if controls.temperature is None:  # the likeliest token is certain
         sampling_logprob_B = jnp.zeros_like(logprob_B)
@@ -277,7 +282,8 @@ def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, tok
 def prefill(params: dict, cache: dict, idx_BxT: np.ndarray, position_BxT: np.ndarray, *,
             config: GPTConfig, with_output: bool = False) -> Any:
     """Returns the KV cache with one piece of the prompts added; with_output: (the last layer's
-    output [B, T, D], the cache). PAD in position_BxT marks padding.
+    output [B, T, D], the cache). idx_BxT, position_BxT: the tokens of the piece and their
+    positions, PAD for padding.
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
     of them."""
@@ -318,10 +324,12 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
            n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
-    """Generates tokens in one compiled loop over one of the three steps below, until every row has
-    n_end new tokens (a number or [B]), is longer than max_length, or is done.
+    """Generates tokens in one compiled loop, until every row has n_end new tokens (a number or
+    [B]), is longer than max_length, or is done.
 
-    The loop ends earlier if a row is longer than the cache's n_slots, or if drafts are useless."""
+    Its step is step_uncached without use_cache, step_speculative if n_draft is not 0, else
+    step_cached. The loop ends earlier if a row that goes on is longer than n_slots, the slots of
+    the cache, or if drafts_are_useless."""
     def room(state):
         """Returns the number of tokens that each row may still get, [B]."""
         new_tokens_B = n_end - state.n_generated_B
@@ -346,8 +354,8 @@ def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, m
 
 
 def drafts_are_useless(drafted: Any, accepted: Any, batch_size: int) -> Any:
-    """Returns whether fewer than 30% of at least 64 drafts per row were accepted: a step with
-    drafts then costs more than it saves."""
+    """Returns whether at least 64 drafts per row were proposed (`drafted`, of all rows), and fewer
+    than 30% of them accepted: a step with drafts then costs more than it saves."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
@@ -382,11 +390,12 @@ def step_cached(params: dict, state: DecodeState, active_B: Array, config: GPTCo
 
 def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GPTConfig,
                      controls: Controls, n_draft: int) -> DecodeState:
-    """Decodes up to 1 + n_draft tokens per row, at most room_B (speculative decoding). One forward
-    pass reads the last token and the drafts. A draft is accepted if it equals the token that the
-    model samples at its position; the first draft that differs ends the step for its row. So the
-    tokens are the same as with n_draft=0, in fewer steps. (The paper, arXiv:2211.17192, accepts a
-    draft with a probability, which keeps only the distribution.)"""
+    """Decodes 1 to 1 + n_draft tokens per row, but at most room_B[b] (speculative decoding). One
+    forward pass reads the last token and the drafts. A draft is accepted if it equals the token
+    that the model samples at its position. At the first draft that differs, the row gets the
+    sampled token instead, and its step ends. So the tokens are the same as with n_draft=0, in fewer
+    steps. (The paper, arXiv:2211.17192, accepts a draft with a probability, which keeps only the
+    distribution.)"""
     # the drafts: the tokens that followed the row's last tokens earlier in the row
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
@@ -414,9 +423,10 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
 
 
 def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
-    """Returns drafts [n_draft]: the tokens after the most recent earlier occurrence of the row's
-    last tokens, up to NGRAM of them (prompt lookup,
-    https://github.com/apoorvumang/prompt-lookup-decoding). If the drafts reach the end of the row,
+    """Returns drafts [n_draft] for a row, the first `length` of tokens_N: the tokens after an
+    earlier occurrence of its last tokens (prompt lookup,
+    https://github.com/apoorvumang/prompt-lookup-decoding). The occurrence that agrees in most
+    tokens, up to NGRAM, is taken; of several, the latest. If the drafts reach the end of the row,
     they start again after that occurrence, as a text that repeats itself does."""
     # for each index, how many tokens up to it equal the last tokens of the row
     i_N = jnp.arange(len(tokens_N))
@@ -435,9 +445,9 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
 # the Decoder calls the compiled functions
 
 def commit(tree: Any, params: dict) -> Any:
-    """Returns the tree on the device of params, committed to it as results are, so that decode and
-    prefill are not compiled again for their own results. On several devices, returns it as it
-    is."""
+    """Returns the tree committed to the device of params, as results of compiled functions are;
+    else decode and prefill would be compiled again for their own results. If params are on several
+    devices, returns the tree unchanged."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
@@ -453,8 +463,9 @@ class Decoder:
                  sampling: Sampling, *, longest: int, n_columns: int):
         """Makes a Decoder that has no cache yet.
 
-        state: a DecodeState without a cache. controls: the Controls of the Sampling. longest: the
-        number of tokens of the longest row at its end. n_columns: the width of the results."""
+        state: a DecodeState without a cache. controls: the Controls of `sampling`. longest: the
+        most tokens that a row can have in the end. n_columns: the width of `tokens` in the
+        results."""
         self.params = params
         self.config = config
         self.state = commit(state, params)
@@ -476,8 +487,8 @@ class Decoder:
             'as_bits': on_cpu}
 
     def continue_from(self, prefix_cache: 'PrefixCache', tokens_T: np.ndarray) -> int:
-        """Takes over the cache of a PrefixCache. Returns how many of the first tokens of tokens_T
-        it holds."""
+        """Takes over the cache of a PrefixCache. Returns how many tokens at the beginning of
+        tokens_T this cache holds."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
             self.drop_drafts()
@@ -490,7 +501,8 @@ class Decoder:
         self.n_draft = 0
 
     def grow(self, needed: int, batch_size: int) -> None:
-        """Enlarges the cache to at least `needed` slots, or makes a new one if there is none."""
+        """Enlarges the cache to at least `needed` slots (block_size is always enough), or makes a
+        new one for batch_size rows if there is none."""
         if self.n_slots >= min(needed, self.config.block_size):
             return
         self.n_slots = choose_slots(needed, self.longest, self.config.block_size)
@@ -526,14 +538,15 @@ class Decoder:
         self.state = self.state.replace(cache=cache)
 
     def advance(self, n_new: int) -> 'GenerationResult':
-        """Adds n_new tokens to each row that has not ended, up to max_new_tokens in all, and
-        returns the GenerationResult so far."""
+        """Adds up to n_new tokens to each row that has not ended, at most max_new_tokens in all
+        calls together, and returns the GenerationResult so far."""
         self.n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
         self.decode_until(self.n_end)
         return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
 
     def decode_until(self, n_end: int | np.ndarray) -> None:
-        """Continues each row that has not ended to n_end new tokens, a number or int32 [B].
+        """Continues each row that has not ended until it has n_end new tokens in all, a number or
+        int32 [B].
 
         This takes several compiled loops if the cache grows, rows become too long for it, or drafts
         turn out useless."""
@@ -581,8 +594,8 @@ class Decoder:
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (the rows to prefill; for each row b, the index among them of a row that begins with
-    the same end_B[b] tokens).
+    """Returns (indices of the rows to prefill; for each row b, which of these begins with the same
+    end_B[b] tokens, as an index into the first array, [B]).
 
     The rows to prefill are one row of each distinct prompt, filled up to a power of two with copies
     of the first, so that other numbers of distinct prompts compile nothing new. If that is no fewer
@@ -630,8 +643,9 @@ class PrefixCache:
         self.drafts_are_useless = False
 
     def take(self, tokens_T: np.ndarray, options: dict) -> tuple[dict | None, int, int]:
-        """Returns (a cache with these options, its number of slots, the number of first tokens of
-        tokens_T that it holds); (None, 0, 0) if there is no such cache."""
+        """Returns (the cache, its number of slots, how many tokens at the beginning of tokens_T it
+        holds); (None, 0, 0) if there is none that was made with these options, a Decoder's
+        cache_options."""
         cache, self.cache = self.cache, None
         is_gone = cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache))
         if is_gone or options != self.options:
@@ -700,23 +714,25 @@ def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens
              sample_index_B: ArrayLike | None = None, sampling: Sampling = Sampling(),
              as_result: bool = False, logprobs: bool = False,
              **changes: Any) -> np.ndarray | GenerationResult:
-    """Continues each prompt by max_new_tokens tokens. Returns all tokens, int32 [B, T +
-    max_new_tokens], 0 after a row's last token; or, with as_result or logprobs, a GenerationResult.
+    """Continues each prompt until it has max_new_tokens new tokens or a stop token. Returns all
+    tokens, int32 [B, T + max_new_tokens], 0 after a row's last token; or, with as_result or
+    logprobs, a GenerationResult.
 
     params: as decoding reads them, see convert_params_for_decoding.
     idx_BxT, rng, prompt_lengths_B, sample_index_B: the fields of Prompts.
-    sampling: a Sampling. changes: fields of it by name, as temperature=0.
+    sampling: a Sampling. max_new_tokens, changes: fields of it by name, as temperature=0.
     as_result: whether to return a GenerationResult, which says which tokens are a row's (0 may be a
         token) and why the row ended.
     logprobs: whether to return a GenerationResult with the log-probabilities of generated tokens.
 
-    The prompts are prefilled in pieces, equal prompts once, up to their last token, which the first
-    decode step feeds. A token costs one position of computation. With learned positions, nanoGPT's
-    rule holds past block_size: a token is conditioned on the last block_size tokens. Their
-    positions have all changed, so that the token costs block_size positions. With RoPE, positions
-    continue past block_size, and every layer attends to the last block_size keys.
+    The prompts are prefilled in pieces, equal prompts once, without their last token, which the
+    first decode step feeds. Each new token costs the computation of one position. With learned
+    positions, nanoGPT's rule holds past block_size: a token is conditioned on the last block_size
+    tokens. Their positions have all changed, so that the token costs block_size positions. With
+    RoPE, positions continue past block_size, and a layer attends to the last block_size keys at
+    most.
 
-    Raises UserError for invalid prompts or controls."""
+    Raises UserError for invalid prompts or options."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
     sampling = with_changes(sampling, max_new_tokens, changes)
     decoder = start_rows(params, config, prompts, sampling, logprobs=logprobs)
@@ -735,12 +751,14 @@ def generate_stream(
         prefix_cache: PrefixCache | None = None,
         **changes: Any) -> Generator[GenerationResult, Any, None]:
     """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
-    after every `chunk` tokens. To end rows early, the caller sends bool [B], True for these rows.
+    after every `chunk` tokens. To end rows early, the caller sends (generator.send) bool [B], True
+    for these rows.
 
-    chunk: the number of tokens between two results, or a function that is asked for it before each
-    chunk; if not given, all further tokens come at once.
-    prefix_cache: a PrefixCache, for one row that begins as in the last call with it. The other
-    parameters are those of generate."""
+    chunk: the number of tokens between two results, or a function that returns it, called before
+    each chunk; if not given, all further tokens come at once.
+    prefix_cache: a PrefixCache, for a batch of one row: what this row has in common with the
+    beginning of the last call's row is not computed again.
+    The other parameters are those of generate."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
     sampling = with_changes(sampling, max_new_tokens, changes)
     decoder = start_rows(
@@ -758,16 +776,17 @@ def generate_stream(
 
 
 def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) -> Sampling:
-    """Returns the Sampling with the fields in `changes` replaced, and max_new_tokens, too, unless
-    it is None."""
+    """Returns the Sampling with the fields in `changes` replaced; also its max_new_tokens, unless
+    the argument is None."""
     if max_new_tokens is not None:
         changes = {**changes, 'max_new_tokens': max_new_tokens}
     return dataclasses.replace(sampling, **changes)
 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
-    """Raises UserError if the dtype of the KV cache is unknown, or has 8 bits although queries,
-    keys or values have large biases. Beside these, 8 bits round the rest away: see LARGEST_BIAS."""
+    """Raises UserError if cache_dtype is unknown, or if it has 8 bits although a bias in c_attn (of
+    queries, keys or values) has a norm above LARGEST_BIAS in some head: beside such a bias, 8 bits
+    round the rest away."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -784,8 +803,8 @@ def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None
 
 def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Sampling, *,
                logprobs: bool = False, prefix_cache: PrefixCache | None = None) -> Decoder:
-    """Returns a Decoder that has prefilled the Prompts. The other parameters are those of
-    generate_stream. Raises UserError for invalid prompts or controls."""
+    """Returns a Decoder that has prefilled the Prompts (not if max_new_tokens is 0). The other
+    parameters are those of generate_stream. Raises UserError for invalid prompts or options."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
     tokens_BxT, length_B = check_prompts(config, prompts.idx_BxT, prompts.lengths_B)
@@ -828,8 +847,8 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
 
 def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Array, n_columns: int,
                         *, logprobs: bool = False) -> DecodeState:
-    """Returns the DecodeState of prompts, with room for n_columns tokens per row, and for their
-    log-probabilities if logprobs."""
+    """Returns the DecodeState of prompts, with room for n_columns tokens per row, and, with
+    logprobs, for their log-probabilities. key_B: the random key of each row."""
     B, T = tokens_BxT.shape
     tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
     state = DecodeState(
@@ -849,8 +868,9 @@ def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Arr
 
 
 def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:
-    """Returns the GenerationResult of a state. It is a copy, because the next step donates the
-    state."""
+    """Returns the GenerationResult of a state, its arrays cut to n_columns tokens per row. They are
+    copies, because the next step donates the state. max_new_tokens: a row with so many new tokens
+    has ended."""
     # why each row has ended; 'stop' wins if the last possible token is a stop token
     finish_reasons = []
     for is_done, n_generated in zip(np.array(state.done_B), np.array(state.n_generated_B)):
@@ -879,8 +899,9 @@ def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> Gene
 
 def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
                   prompt_lengths_B: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (tokens int32 [B, T] with 0 for padding, lengths int32 [B]). Raises UserError for a
-    wrong shape, a wrong length, or a token id outside the vocabulary."""
+    """Returns (tokens int32 [B, T] with 0 for padding, lengths int32 [B]; all T if prompt_lengths_B
+    is None). Raises UserError for a wrong shape, a wrong length, or a token id outside the
+    vocabulary."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
         raise UserError('prompts must be [batch, tokens] with at least one token, not of shape '
@@ -918,14 +939,16 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
           batch_size: int = 16, cache_dtype: str = 'auto',
           with_top: bool = False) -> list[list[tuple]]:
     """Returns the natural log-probabilities of given tokens: for each item a list with one pair per
-    row, (float32 [n] log-probabilities, bool [n] whether no token is likelier).
+    row, (float32 [n] log-probabilities, bool [n] whether no token is likelier), n = len(ids) -
+    start.
 
     params: as decoding reads them.
     items: lists of rows (ids, start). ids[start:] are scored; start is at least 1. The beginning
     that all rows of an item have in common is computed once, and the rows share its KV cache.
     max_length: the most tokens of context; 0 is the config's block_size. A longer row is split by
-    windows().
-    batch_size: rows of up to PIECE tokens that are computed together; fewer if rows are longer.
+    windows(); the rows of its item then share nothing.
+    batch_size: how many rows of up to PIECE tokens are computed together; fewer if rows are longer.
+    cache_dtype: as in Sampling.
     with_top: whether each row also has (int32 [n], the likeliest tokens; float32 [n], their
     log-probabilities).
     Raises UserError for a max_length, batch_size or cache_dtype that is out of range."""
@@ -985,8 +1008,9 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
                  cache_dtype: str, with_top: bool) -> None:
     """Scores at most `most` groups of Rows, and writes the results into the Rows.
 
-    The tokens that the rows of a group share are prefilled once. Then the remaining tokens are fed,
-    `most` rows at a time, sorted by their number, and scored from each row's start on."""
+    The tokens that the rows of a group share are prefilled once. Then each row's remaining tokens
+    are fed, `most` rows at a time, those with the most remaining tokens first, and scored from the
+    row's start on."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1076,8 +1100,11 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
 @functools.partial(jax.jit, static_argnames=('config', 'with_top'))
 def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GPTConfig,
                   with_top: bool = False) -> tuple:
-    """Returns (the log-probability of each target [B, T], whether no token is likelier), from the
-    last layer's output. with_top: also (the likeliest token, its log-probability)."""
+    """Returns (the log-probability of each target, float32 [B, T]; whether no token is likelier,
+    bool [B, T]). with_top: also (the likeliest token, its log-probability).
+
+    tables: the parameters outside of the layers. x_BxTxD: the last layer's output at the positions
+    before the targets."""
     # the logits of all tokens, then those of the targets
     model = GPT(config).bind({'params': tables})
     logits_BxTxV = model.head(model.ln_f(x_BxTxD), training=False)
@@ -1093,7 +1120,7 @@ def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GP
 
 def right_padded(rows: list, width: int = 0) -> np.ndarray:
     """Returns lists of tokens as int32 [B, T], padded with zeros at the end. T is the length of the
-    longest, but at least width."""
+    longest list, or `width` if that is more."""
     lengths = [len(row) for row in rows]
     padded = np.zeros((len(rows), max([width, *lengths])), np.int32)
     for b, row in enumerate(rows):
@@ -1110,17 +1137,17 @@ def power_of_two(n: int) -> int:
 
 
 def four_per_octave(n: int, least: int) -> int:
-    """Returns the smallest allowed size that is at least n. There are four allowed sizes per
-    doubling, all multiples of `least`."""
+    """Returns the smallest allowed size that is at least n. Allowed are multiples of `least`, at
+    most four in each doubling."""
     step = max(least, power_of_two(n) // 8)
     return ceil_div(n, step) * step
 
 
 def piece_length(n_tokens: int, least: int) -> int:
-    """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled.
+    """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled:
+    max(least, 16) for up to 16 tokens, max(least, 64) for up to 256, PIECE for more.
 
-    n_tokens: of the longest prompt, without those that the cache holds already. The width is 16 for
-    up to 16 tokens and 64 for up to 256, but not less than `least`. For more tokens it is PIECE."""
+    n_tokens: of the longest prompt, without those that the cache holds already."""
     # a piece is computed with its padding, so that a short prompt has a narrow one
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)
@@ -1128,17 +1155,17 @@ def piece_length(n_tokens: int, least: int) -> int:
 
 
 def row_width(n_tokens: int) -> int:
-    """Returns the width of the equal pieces in which scored rows are fed.
+    """Returns the width of the equal pieces in which scored rows of up to n_tokens are fed.
 
-    It is at most PIECE, and one of four sizes per doubling, from 4 on: rows are often short, and
-    padding to the next power of two could double their work."""
+    It is at most PIECE, and rounded up to one of at most four sizes per doubling, from 4 on: rows
+    are often short, and padding to the next power of two could double their work."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
 
 def filled(rows: list, most: int) -> list:
-    """Returns the rows, filled up with copies of the first to a power of two, but at most to
-    `most`."""
+    """Returns the list `rows` with copies of its first element appended, until it has a power of
+    two or `most` elements."""
     n_rows = min(most, power_of_two(len(rows)))
     return rows + rows[:1] * (n_rows - len(rows))
 
@@ -1156,8 +1183,9 @@ def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the number of slots of a KV cache that needs `needed` slots now and `longest` at the
     end.
 
-    It takes all of them at once if they are at most twice round_up_slots(needed). Else it takes
-    round_up_slots(needed), and the cache grows later. The result is never more than block_size."""
+    If `longest`, rounded up by four_per_octave, is at most twice round_up_slots(needed), it takes
+    that many at once. Else it takes round_up_slots(needed), and the cache grows later. The result
+    is never more than block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)
