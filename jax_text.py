@@ -46,18 +46,20 @@ STOP_CHUNK = 8
 def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = '',
          device: str = 'auto', dtype: str = 'auto', quantize: str = '', tensor: int = 1,
          expert: int = 1) -> 'TextModel':
-    """Returns the model of a run's out_dir, a Hugging Face folder or name ('gpt2', 'owner/name'),
-    or a ckpt.pt.
+    """Returns the TextModel of a run's out_dir, a Hugging Face folder or name ('gpt2',
+    'owner/name'), or a ckpt.pt.
 
-    checkpoint: the checkpoint of a run, 'best' (lowest validation loss; the default) or 'latest'.
+    checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'.
     base: where the pretrained model of a LoRA run is now, if it has moved.
     dataset: the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt.
     device, dtype: as in setup_jax_environment.
     quantize: 'int8' or '' (off).
     tensor: the number of devices over which heads, MLP width and vocabulary are sharded. expert:
-    the number over which experts are sharded. Several processes must take all devices.
+    the number over which experts are sharded. With several processes, tensor * expert must be the
+    number of all devices.
 
-    Raises UserError for a source that is missing, damaged, or does not fit."""
+    Raises UserError for a source that is missing or damaged, and for options that do not fit it or
+    the devices."""
     # the first tensor * expert devices
     devices, dtype, reason = setup_jax_environment(device, dtype)
     clock = Stopwatch()
@@ -90,8 +92,8 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 def load_fitting_tokenizer(description, source, config):
     """Returns the tokenizer that `description` describes, for the model of this config.
 
-    Raises UserError if the description is None, or if the tokenizer has more tokens than the
-    model."""
+    Raises UserError if the description is None (the message names `source`), or if the tokenizer
+    has more tokens than the model."""
     if description is None:
         raise UserError(f"{source} has a vocabulary of {config.vocab_size}, which is not GPT-2's: "
                         'put its tokenizer.json beside it, or name the data set that it was '
@@ -117,9 +119,9 @@ class LoadedModel(NamedTuple):
 def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype, quantize):
     """Returns the LoadedModel of a source; see load.
 
-    with_tokenizer: whether to look for the tokenizer of pretrained weights. It may be unreadable,
-    so that a caller with another tokenizer does not look. The checkpoint of a run always describes
-    its tokenizer."""
+    with_tokenizer: whether to look for the tokenizer of pretrained weights. A caller that has
+    another tokenizer does not look, because this one may be unreadable. The checkpoint of a run
+    always describes its tokenizer."""
     if is_run(source) or checkpoint:
         found = read_run(source, checkpoint, base, layout, dtype, quantize)
     elif base:
@@ -138,7 +140,7 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
 
 def read_run(source, checkpoint, base, layout, dtype, quantize):
-    """Returns the LoadedModel of a run. Its `warning` says so if the best checkpoint is taken
+    """Returns the LoadedModel of a run. Its `warning` is not empty if the best checkpoint is taken
     although there is a later one."""
     # the checkpoint, as decoding reads it
     config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
@@ -163,7 +165,7 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
     is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
 
     def place(path, array):
-        """Converts one parameter to decoding's form on its devices, before the next one is read. So
+        """Returns one parameter in decoding's form on its devices, before the next one is read. So
         a model that becomes int8 is never in memory as a whole in float32."""
         part = unflatten_dict({path: array})
         if is_one_cpu:
@@ -213,8 +215,9 @@ class TextModel:
     def generate(self, texts: str | list[str], *, sampling: TextSampling = TextSampling(),
                  num_samples: int = 1, first_sample: int = 0,
                  prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
-        """Returns each text with its continuation, num_samples of each, generated in one batch. For
-        one text that is not in a list, and one sample, returns a text, not a list.
+        """Returns a list: of each text num_samples copies, each with a continuation of its own,
+        generated in one batch. For one text that is not in a list, and one sample, returns a text,
+        not a list.
 
         A continuation depends only on the text, the options and the number of the sample, not on
         the batch: generate([text] * 8) gives eight equal texts, num_samples=8 different ones.
@@ -232,10 +235,11 @@ class TextModel:
     def stream(self, prompt: str | list[dict[str, str]], *,
                sampling: TextSampling = TextSampling(), first_sample: int = 0,
                prefix_cache: PrefixCache | None = None, **changes) -> Iterator[str]:
-        """Yields the text that generate returns, piece by piece while it is generated. For the
-        messages of a chat, yields the answer only.
+        """Yields the text that generate returns for one text, piece by piece while it is generated.
+        For the messages of a chat, yields the answer only.
 
-        The options are those of generate. Raises UserError as generate does."""
+        The options are those of generate. Raises UserError as generate does, for several texts, and
+        for messages if the model has no chat template."""
         is_chat = not isinstance(prompt, str)
         if is_chat and not is_list_of(prompt, dict):
             raise UserError('stream takes one text, or the messages of one chat; for several texts '
@@ -250,9 +254,9 @@ class TextModel:
              chat_template_kwargs: dict[str, Any] | None = None,
              sampling: TextSampling = TextSampling(), first_sample: int = 0,
              prefix_cache: PrefixCache | None = None, **changes) -> str:
-        """Returns the answer to the messages of a chat, [{'role': 'system', 'user' or 'assistant',
-        'content': text}]. A text stands for one message of the user. Of an answer of gpt-oss,
-        returns the final channel only.
+        """Returns the answer to the messages of a chat, a list of {'role': role, 'content': text};
+        a role is 'system', 'user' or 'assistant'. A text stands for one message of the user. Of an
+        answer of gpt-oss, returns the final channel only.
 
         tools: JSON schemas of functions that the model may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
@@ -272,9 +276,9 @@ class TextModel:
     def serve(self, requests: Iterable[str | list[dict[str, Any]] | dict[str, Any]], *,
               batch_size: int = 8, sampling: TextSampling = TextSampling(),
               **changes) -> Iterator[dict[str, Any]]:
-        """Yields the answer to each request as soon as it is finished: {'number': index of the
-        request, and the fields of Generation.describe}. At most batch_size answers are generated at
-        a time. When one ends, the next request starts.
+        """Yields the answer to each request as soon as it is finished: a dict of 'number', the
+        index of the request, and the keys of Generation.describe. At most batch_size answers are
+        generated at a time. When one ends, the next request starts.
 
         requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
         'first_sample': a number, and fields of TextSampling by name}. The next request is read only
@@ -304,7 +308,8 @@ class TextModel:
                 yield finished
 
     def make_answer(self, number, request, sampling, batch):
-        """Yields None after each chunk of the answer to a request of serve, then the answer."""
+        """Yields None after each chunk of the answer to a request of serve, then the answer, a
+        dict. number: the index of the request. batch: the Batch that decodes it."""
         if not isinstance(request, dict):
             request = {'prompt': request}
         names = [field.name for field in dataclasses.fields(TextSampling)]
@@ -328,12 +333,13 @@ class TextModel:
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple] | tuple:
-        """Returns (ids, the natural log-probability of each id) for each text; for a text that is
-        not in a list, one such pair.
+        """Returns (ids, their natural log-probabilities float32 [n]) for each text; for a text that
+        is not in a list, one such pair.
 
-        Each text is scored after the token that begins, or else ends, a document. If the tokenizer
-        has neither (characters), the first token of the text is left out. For the options see
-        jax_generate.score. Raises UserError for a text of fewer than two tokens."""
+        Each text is scored after the token that begins a document, or, if the tokenizer has none,
+        the one that ends a document. If it has neither (characters), the text's first token is left
+        out. For the options see jax_generate.score. Raises UserError for a text of fewer than two
+        tokens."""
         # an item of one row for each text; all tokens but the first are scored
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'logprobs')
@@ -351,7 +357,7 @@ class TextModel:
 
     def score(self, items: list, *, max_length: int = 0, batch_size: int = 16,
               cache_dtype: str = 'auto', with_top: bool = False) -> list[list[tuple]]:
-        """Returns the log-probabilities of tokens, see the function jax_generate.score."""
+        """Returns the log-probabilities of given tokens by this model; see jax_generate.score."""
         with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
                          batch_size=batch_size, cache_dtype=cache_dtype, with_top=with_top)
@@ -360,7 +366,7 @@ class TextModel:
         """Returns the logits of the token after each token of a text, float32 [T, V].
 
         The tokens are encode(text), as for generate. Raises UserError if the model is on several
-        devices, or the text is longer than its context."""
+        devices, or the text is longer than the model's context."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'logits')
 
@@ -378,8 +384,8 @@ class TextModel:
         return look_inside(self, self.encode(text), 'attention')
 
     def encode_document(self, text: str) -> list[int]:
-        """Returns the token ids of a text. Before them is the token that begins, or else ends, a
-        document, if the tokenizer has one."""
+        """Returns the token ids of a text, after the token that begins a document, or, if the
+        tokenizer has none, the one that ends a document; after none if it has neither."""
         # a tokenizer may put the token there by itself
         ids = self.tokenizer.encode(text)
         start = self.tokenizer.start_token
@@ -418,7 +424,9 @@ class TextModel:
         return [*before, *answer], len(before)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start); ids[start:] is the continuation.
+        """Returns a row for score, (ids, start); ids[start:] is the continuation. Without a
+        context, the row begins with the token of encode_document; if there is none, with the
+        continuation, whose first token is then not scored.
 
         Texts are divided into tokens as in lm-eval: spaces at the end of the context belong to the
         continuation. Raises UserError if the continuation has no token of its own."""
@@ -455,10 +463,9 @@ def is_list_of(values, kind):
 
 
 def list_of_texts(texts, method):
-    """Returns a text, or several, as a list.
+    """Returns `texts`, one text or a list, tuple or array of texts, as a list.
 
-    Raises UserError, with the name of the method, for anything else: a text in place of a list
-    would be read letter by letter."""
+    Raises UserError, which names the method, for anything else."""
     if isinstance(texts, str):
         return [texts]
     if is_list_of(texts, dict):
@@ -473,8 +480,8 @@ class Generation:
     chunk.
 
     prompts: lists of token ids, each prompt num_samples times.
-    texts: prompt and continuation so far, up to the stop text.
-    stopped: whether each text has met a stop text.
+    texts: of each row, prompt and continuation so far, without the stop text and what follows it.
+    stopped: for each row, whether its text has met a stop text.
     result: the GenerationResult.
     laps: the seconds of each chunk; the first is the prefill and the first decode step."""
 
@@ -488,9 +495,10 @@ class Generation:
         generation_config.json, else of SAMPLING.
         num_samples: the number of samples of each prompt, which differ. A prompt that is given
         twice has the same samples twice.
-        first_sample: the number of the random stream of each prompt's first sample; if num_samples
-        is 1, it may be a list, one for each prompt.
-        streaming: whether chunks are small, for a reader.
+        first_sample: the number of each prompt's first sample; the next samples count on from it. A
+        sample's random numbers depend on the seed, the prompt and this number. If num_samples is 1,
+        it may be a list, one number for each prompt.
+        streaming: whether chunks are small, see choose_chunk.
         prefix_cache, logprobs: as for jax_generate.generate_stream.
         batch: a Batch (jax_apps/batching.py), for one prompt that is decoded in it together with
         others."""
@@ -571,8 +579,8 @@ class Generation:
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and after each chunk yields the new part of the first text that can no longer
-        change."""
+        """Generates, and after each chunk yields the new part of the first text, as far as it can
+        no longer change; at the end the rest. with_prompt: whether the prompt is yielded, too."""
         # text that was shown cannot change; text that may still become a stop text is held back
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         longest_stop = max(map(len, self.stops), default=0)
@@ -589,15 +597,16 @@ class Generation:
         yield self.texts[0][n_shown:]
 
     def was_cut(self, i: int) -> bool:
-        """Returns whether sample i ended because it has max_new_tokens tokens."""
+        """Returns whether sample i ended because it has max_new_tokens new tokens."""
         return self.result.finish_reasons[i] == 'length' and not self.stopped[i]
 
     def describe(self, i: int) -> dict:
         """Returns {'prompt', 'text', 'finish_reason', 'logprob'} of sample i, which was generated
         with logprobs.
 
-        finish_reason: 'stop' (a stop text), 'end' (a stop token) or 'length'. logprob: the sum over
-        the generated tokens that reach the end of the text."""
+        prompt, text: the texts of the prompt and of the continuation. finish_reason: 'stop' (a stop
+        text), 'end' (a stop token) or 'length'. logprob: the sum over the generated tokens that
+        reach the end of the text."""
         if self.stopped[i]:
             reason = 'stop'
         elif self.was_cut(i):
@@ -613,8 +622,8 @@ class Generation:
             'finish_reason': reason, 'logprob': float(logprobs.sum(dtype=np.float64))}
 
     def tokens_to_the_end(self, i):
-        """Returns how many of the first tokens of sample i, prompt included, reach the end of its
-        text. The text ends before the stop text."""
+        """Returns the least number of tokens at the beginning of sample i, prompt included, that
+        contain its whole text, self.texts[i]. This text ends before the stop text."""
         # more tokens make a longer text, so that a binary search finds the least number of tokens
         tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
         length = len(self.texts[i])
@@ -628,11 +637,11 @@ class Generation:
     def choose_chunk(self):
         """Returns the number of tokens to generate before the texts are read again.
 
-        For a reader (streaming) it is 1 until a token took less than SLOW_TOKEN seconds, then
-        STREAM_CHUNK. Several processes, whose clocks differ, always use STREAM_CHUNK. If stop texts
-        must be searched for, it is STOP_CHUNK or an eighth of the tokens so far, if that is more.
-        This bounds both the tokens after the stop text and the number of searches in a long text.
-        Else it is all tokens."""
+        With streaming it is 1 until a token took less than SLOW_TOKEN seconds, then STREAM_CHUNK.
+        (Several processes, whose clocks differ, always use STREAM_CHUNK.) Else, if stop texts must
+        be searched for, it is STOP_CHUNK, or an eighth of the tokens generated so far if that is
+        more. This bounds both the tokens after the stop text and the number of searches in a long
+        text. Else it is all tokens."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             if fastest < SLOW_TOKEN or jax.process_count() > 1:
@@ -644,8 +653,9 @@ class Generation:
         return self.sampling.max_new_tokens
 
     def read_texts(self):
-        """Updates self.texts and self.stopped for the samples that have new tokens. A text ends
-        before the first stop text that is complete. Stop texts in the prompt do not count."""
+        """Updates self.texts and self.stopped for the samples that have new tokens. A text is cut
+        before its stop text: of all found, the one that ends first (of several that end there, the
+        longest). Only stop texts that begin after the prompt count."""
         for i, length in enumerate(self.result.lengths.tolist()):
             # a row that has ended has no new tokens
             if length == self.n_read[i]:
@@ -666,8 +676,9 @@ class Generation:
 
 
 def token_of_letter(text, tokenizer):
-    """Returns the id of the token that is this one character, or None. It is None, too, if tokens
-    may be longer than a character, because then another token could contain the character."""
+    """Returns the id of the token whose text is the character `text`. Returns None if `text` is not
+    one character, if not exactly one usual token has this text, and if tokens may be longer than a
+    character: another token could then contain it."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):
@@ -684,8 +695,8 @@ def token_of_letter(text, tokenizer):
 
 
 def rendered_prompt(model, prompt):
-    """Returns the text of a prompt's token ids as the chat template wrote it, with special
-    tokens."""
+    """Returns the text of `prompt`, a list of token ids, as the chat template wrote it, with
+    special tokens."""
     return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
