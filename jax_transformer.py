@@ -145,8 +145,9 @@ class Call(struct.PyTreeNode):
 
 def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
                 start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
-    """Returns the Call of the tokens idx_BxT. If not given, positions are 0 .. T-1; in packed rows
-    they count from the start of each conversation."""
+    """Returns the Call of the tokens idx_BxT. position_BxT: if not given, 0 .. T-1; with start_BxT
+    (packed rows), counted from the start of each conversation. The other parameters are the fields
+    of Call."""
     in_order = position_BxT is None
     if in_order:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
@@ -219,13 +220,14 @@ def dot_product_attention(
         q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, mask_BxTxS: Array, *,
         scale: float | None = None, cap: float = 0.0, sinks_H: Array | None = None,
         dropout_rate: float = 0.0, key_B: Array | None = None) -> Array:
-    """Computes softmax(einsum('bthk,bshk->bhts', q, k) * scale) v (for G = H) over the keys that
-    the mask allows -> [B, T, H, K].
+    """Computes softmax(einsum('bthk,bshk->bhts', q, k) * scale) v (for G = H) over the keys where
+    mask_BxTxS is True -> [B, T, H, K].
 
-    Softmax is in float32. scale: K**-0.5 if not given. cap: for soft_cap of the scores; 0 is none.
+    Softmax is in float32. scale: K**-0.5 if None or 0. cap: for soft_cap of the scores; 0 is none.
     GQA: query head h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into
-    the time axis. sinks_H: one more logit per head; its probability is dropped. key_B: a dropout
-    key per sequence; None is no dropout. Values may have another width than keys."""
+    the time axis. sinks_H: one more logit per head in the softmax; its probability is thrown away.
+    dropout_rate: of the probabilities. key_B: dropout's key for each sequence; None is no dropout.
+    Values may have another width than keys; the result then has that width."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -313,7 +315,8 @@ class CausalSelfAttention(nn.Module):
 
 @functools.partial(jax.checkpoint, static_argnums=1)
 def gelu(x: Array, approximate: bool) -> Array:
-    """Computes GELU (arXiv:1606.08415) in float32, and again from x in the backward pass."""
+    """Computes GELU (arXiv:1606.08415) in float32, and again from x in the backward pass; the
+    result is in x's dtype. approximate: by tanh."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
@@ -338,7 +341,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, stream: Stream, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Stream, dict | None]:
-        """Computes x += attention(ln_1(x)); x += mlp(ln_2(x)), as GPT-2. Returns (stream,
+        """Computes x += attention(ln_1(x)); x += mlp(ln_2(x)) for x = stream.x_BxTxD, as GPT-2;
+        other models have other norms, see BLOCK_NORMS. Returns (the new Stream, the layer's new
         cache)."""
         cfg = self.config
         attention = LatentAttention if cfg.mla else CausalSelfAttention
@@ -407,8 +411,9 @@ class GPT(nn.Module):
              start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Array:
         """Computes the cross-entropy of each target, float32 [B, T].
 
-        loss_chunk: materialize the logits of this many positions at a time; must divide T; 0 is
+        loss_chunk: materialize the logits of this many positions at a time, a divisor of T; 0 is
         all.
+        deterministic, seq_id_B: as in __call__.
         start_BxT: in rows packed with conversations, the index in the row where the conversation of
         each token starts. The token attends to its own conversation only, and its position counts
         from this start.
@@ -425,7 +430,8 @@ class GPT(nn.Module):
         return loss_of(stream.x_BxTxD, targets_BxT)
 
     def embed(self, idx_BxT: Array, call: Call) -> Stream:
-        """Returns the Stream into the first block."""
+        """Returns the Stream into the first block: the embeddings of the tokens idx_BxT, with
+        learned positions added, after dropout."""
         cfg = self.config
         x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
@@ -437,8 +443,8 @@ class GPT(nn.Module):
                *, deterministic: bool = True, seq_id_B: Array | None = None,
                start_BxT: Array | None = None,
                padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
-        """Returns (the Stream after the last norm, the new cache). Raises ValueError if the tokens
-        do not fit in block_size."""
+        """Returns (the Stream after the last norm, the new cache). The parameters are those of
+        __call__, with_cache and loss. Raises ValueError if T is more than block_size."""
         cfg = self.config
         B, T = idx_BxT.shape
         if T > cfg.block_size:
@@ -480,11 +486,12 @@ def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Arr
            sinks_H: Array | None = None) -> Array:
     """Computes a layer's attention by the best of three equivalent ways -> [B, T, H, K].
 
-    - Training, and other calls without a KV cache: the keys come from the call itself, so the
-      kernel in config.attention (see choose_attention, jax_devices) masks by index.
-    - A piece of a long prompt with its KV cache: blockwise, without materializing all scores.
-    - Otherwise the plain formula: training with attention='xla', and every decode step. A decode
-      step has few queries; its keys are slots of the cache, and the mask uses their positions.
+    - Training, and other calls whose keys are the call's own T tokens in order: the kernel in
+      config.attention (see choose_attention, jax_devices) masks by index.
+    - A piece of a prompt with a long KV cache (T S >= 2^18): blockwise, without materializing all
+      scores.
+    - Otherwise the plain formula: attention='xla', and the usual decode step. A decode step has few
+      queries; its keys are slots of the cache, and the mask uses their positions.
 
     key_position_BxS: positions of the keys in a KV cache; None if the keys come from the call. The
     other parameters are those of dot_product_attention."""
@@ -513,9 +520,9 @@ def attention_span(config: GPTConfig, layer_type: str) -> int:
 
 def attention_mask(config: GPTConfig, layer_type: str, call: Call,
                    key_position_BxS: Array | None = None) -> Array:
-    """Returns [B, T, S], True where a query may attend to a key: at its own position and before,
-    within its window or chunk. In packed rows the key must also be in the query's conversation:
-    both have the same start."""
+    """Returns bool [B, T, S], True where a query may attend to a key: at its own position and
+    before, within its window or chunk. In packed rows the key must also be in the query's
+    conversation: both have the same start. key_position_BxS: as in attend."""
     limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
@@ -531,10 +538,10 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
 def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call: Call,
                      **options: Any) -> None:
     """Records the attention probabilities of a layer, [B, T, H, S], in flax's collection
-    `intermediates`. look_inside (jax_text.py) reads them.
+    `intermediates`. look_inside (jax_run/inside.py) reads them.
 
     They are the result of attend with unit vectors as values, so that masks, caps and sinks apply.
-    options: those of attend."""
+    options: scale and sinks_H of attend."""
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
     probs_BxTxHxS = attend(
@@ -588,8 +595,9 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
                     position_BxT: Array) -> tuple[dict, Array, dict]:
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
-    Returns (keys and values for the queries, {name: [B, S, G, K]}; the positions of the keys [B,
-    S]; the new cache)."""
+    Returns (the keys and values that the queries attend to, {name: [B, S, G, K]}; their positions,
+    [B, S] or [1, S]; the new cache). A ring may return S + T of them: its old ones, then the
+    new."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -602,8 +610,8 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
                       position_BxT: Array) -> tuple[dict, Array, dict]:
     """Does the work of update_kv_cache for a ring, where slot == position % S.
 
-    A token is overwritten once it is out of the attention span. A cache of fewer slots than the
-    span holds the first S positions only."""
+    A token is overwritten once it is out of the attention span. A cache with fewer slots than the
+    span can only hold the positions below S; grow_cache must enlarge it before others come."""
     B, T = next(iter(new_kv.values())).shape[:2]
     S = next(iter(cache.values())).shape[2]
     span = attention_span(config, layer_type)
@@ -635,10 +643,10 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
 
 
 def write_cache(cache: dict, new_kv: dict, slot_BxT: Array) -> dict:
-    """Returns a layer's cache with new_kv {name: [B, T, G, K]} in the given slots.
+    """Returns a layer's cache with new_kv {name: [B, T, G, K]} written to the slots slot_BxT.
 
-    Slots that are out of range are ignored. int8 and float8 caches are quantized vector by
-    vector."""
+    Slots that are out of range are ignored. In int8 and float8 caches each vector is quantized by
+    itself."""
     new_cache = {}
     for name, x_BxTxGxK in new_kv.items():
         slots = jnp.broadcast_to(slot_BxT, x_BxTxGxK.shape[:2])
@@ -664,7 +672,8 @@ def read_cache(cache: dict, dtype: str) -> dict:
 
 
 def held_dtype(cache: Array) -> np.dtype:
-    """Returns the dtype of the values in an array of the cache, which may store floats as bits."""
+    """Returns the dtype of the values in an array of the cache, which may store floats as bits: see
+    STORED_AS."""
     for held, stored in STORED_AS.items():
         if stored == cache.dtype:
             return jnp.dtype(held)
@@ -672,8 +681,8 @@ def held_dtype(cache: Array) -> np.dtype:
 
 
 def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Array:
-    """Computes cache.at[b, :, slot].set(x) in the cache's dtype. Both arrays may have one more
-    axis, K.
+    """Computes cache.at[b, :, slot].set(x) for each row b, in the cache's dtype. Cache and x may
+    have one more axis, K.
 
     Slots out of range are ignored. Two details are for the compilers:
     - Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies
@@ -793,7 +802,8 @@ def without_tables(params: dict) -> dict:
 
 
 def count_params(params: dict, non_embedding: bool = True) -> int:
-    """Counts parameters. non_embedding: only those that without_tables selects, as in nanoGPT."""
+    """Returns the number of parameters. non_embedding: count only those that without_tables
+    selects, as in nanoGPT."""
     if non_embedding:
         params = without_tables(params)
     return sum(x.size for x in jax.tree.leaves(params))
@@ -805,9 +815,9 @@ def estimate_mfu(n_params: int, config: GPTConfig, tokens_per_sec: float, peak_f
     together) that the training achieves.
 
     A token costs 6 FLOPs per trained parameter, forward and backward; 4 per frozen parameter, which
-    has no gradient; and 12 L H K T for attention (PaLM, arXiv:2204.02311, appendix B), where T is
-    the layer's attention span. n_params: count_params of the trained parameters. n_frozen:
-    count_params of the frozen ones. Experts that a token does not use are not counted."""
+    has no gradient; and in each layer 12 H K T for attention (PaLM, arXiv:2204.02311, appendix B),
+    where T is the layer's attention span. n_params: count_params of the trained parameters.
+    n_frozen: count_params of the frozen ones. Experts that a token does not use are not counted."""
     mla, moe = config.mla, config.moe
     n_matrices = 3 if config.has_gate else 2
     unused, spans = 0, 0
@@ -851,8 +861,8 @@ def rms_normalize(x: Array, eps: float) -> Array:
 
 
 def norm_heads(config: GPTConfig, name: str, x_BxTxHxK: Array) -> Array:
-    """Normalizes queries or keys by RMSNorm: each head alone, or, with config.qk_norm='all_heads',
-    all heads of a token together."""
+    """Normalizes queries or keys by the RMSNorm `name`: each head alone, or, with
+    config.qk_norm='all_heads', all heads of a token together."""
     x = x_BxTxHxK
     if config.qk_norm == 'all_heads':
         x = x.reshape(*x.shape[:2], -1)
@@ -896,8 +906,8 @@ class RopeScaling:
 
 
 def rope_inv_freq(theta: float, width: int, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Returns RoPE's rotation in radians per position for each of the width / 2 pairs, a numpy
-    array.
+    """Returns RoPE's rotation in radians per position for each of the width / 2 pairs of channels,
+    a numpy array. theta: RoPE's base.
 
     scaling: a RopeScaling; None gives theta^(-2 j / width) for pair j."""
     frequencies = theta ** (-np.arange(0, width, 2) / width)
@@ -907,18 +917,20 @@ def rope_inv_freq(theta: float, width: int, scaling: RopeScaling | None = None) 
 
 
 def scale_linear(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Slows all pairs down by the factor (arXiv:2306.15595)."""
+    """Divides all frequencies by scaling.factor (arXiv:2306.15595)."""
     return frequencies / scaling.factor
 
 
 def scale_longrope(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Slows each pair down by a factor of its own (arXiv:2402.13753)."""
+    """Divides the frequency of each pair by its own factor, scaling.pair_factors
+    (arXiv:2402.13753)."""
     return frequencies / np.array(scaling.pair_factors)
 
 
 def scale_llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Keeps the pairs that rotate often over the original length, and slows down those that rotate
-    seldom. In between, the transition is linear in the number of rotations."""
+    """Keeps the pairs that rotate at least scaling.high times over the original length, and slows
+    down those with at most scaling.low rotations by scaling.factor. In between, the transition is
+    linear in the number of rotations."""
     rotations = frequencies * scaling.original_length / (2 * np.pi)
     keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
     return slow_down(frequencies, scaling.factor, keep)
@@ -939,8 +951,8 @@ def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> n
 
 
 def slow_down(frequencies: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
-    """Returns the frequencies where keep >= 1, frequencies / factor where keep <= 0, and a linear
-    mix in between."""
+    """Returns, for each pair, its frequency where keep >= 1, frequency / factor where keep <= 0,
+    and a linear mix in between."""
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / factor * (1 - keep)
 
@@ -950,8 +962,8 @@ ROPE_SCALINGS = {
 
 
 def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
-    """Returns (radians per position of each pair of channels that RoPE rotates in a layer, numpy;
-    factor of cosine and sine).
+    """Returns (RoPE's radians per position for each pair of channels that it rotates in this layer,
+    a numpy array; the factor by which cosine and sine are multiplied).
 
     layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has
     RoPE."""
@@ -963,9 +975,9 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
 
 
 def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
-    """Rotates the pairs (x_j, x_{j + K/2}) by position * frequency_j (RoPE, arXiv:2104.09864), in
-    float32. With config.rope_width only that many first channels form pairs; the others are
-    unchanged."""
+    """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
+    arXiv:2104.09864), in float32. With config.rope_width, K is that width: only so many first
+    channels form pairs, and the others are unchanged."""
     frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
     # [B, T, 1, K / 2]
     angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
@@ -979,9 +991,9 @@ def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_Bx
 
 def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTxGxK: Array,
                     position_BxT: Array) -> tuple[Array, Array]:
-    """Applies RoPE to q and k, then, if qk_norm is 'plain', RMSNorm without gain.
+    """Returns (q, k) with RoPE, then, if qk_norm is 'plain', with RMSNorm without gain.
 
-    'nope' layers have no RoPE, but an attention temperature (Llama 4): the query at position p is
+    'nope' layers have neither, but an attention temperature (Llama 4): the query at position p is
     scaled by 1 + query_growth * ln(1 + floor((p + 1) / query_growth_every))."""
     if layer_type == 'nope':
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
@@ -1085,22 +1097,24 @@ ACTIVATIONS = {'gelu': False, 'gelu_tanh': True}
 
 
 def plain_mlp(config: GPTConfig, h: Array, gate: Array | None) -> Array:
-    """Computes GELU of the output of c_fc, as GPT-2; there is no gate."""
+    """Computes GELU of h, the output of c_fc, as GPT-2; `gate` is not used."""
     return gelu(h, ACTIVATIONS[config.activation])
 
 
 def swiglu(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes SwiGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
+    """Computes SwiGLU (arXiv:2002.05202), silu(gate) * h, of the outputs h of c_fc and gate of
+    c_gate."""
     return jax.nn.silu(gate) * h
 
 
 def geglu(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes GEGLU (arXiv:2002.05202) of the outputs of c_fc and c_gate."""
+    """Computes GEGLU (arXiv:2002.05202), gelu(gate) * h, of the outputs h of c_fc and gate of
+    c_gate."""
     return gelu(gate, ACTIVATIONS[config.activation]) * h
 
 
 def swiglu_clamped(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes the clamped SwiGLU of gpt-oss."""
+    """Computes the SwiGLU of gpt-oss, whose inputs are clamped to config.swiglu_limit."""
     gate = jnp.minimum(gate, config.swiglu_limit)
     h = jnp.clip(h, -config.swiglu_limit, config.swiglu_limit)
     return (h + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -1148,8 +1162,8 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """x [B, T, D] -> (the experts of each token, their weights), [P, U] each; computed in
-    float32."""
+    """Chooses experts: x [B, T, D] -> (each token's experts, int32; their weights, float32), [P, U]
+    each, P = B T and U = n_used."""
     config: GPTConfig
 
     @nn.compact
@@ -1189,11 +1203,12 @@ class Router(nn.Module):
 
 def balance_loss(expert_BxTxU: Array, score_BxTxE: Array,
                  padding_BxT: Array | None = None) -> Array:
-    """Computes E * sum over experts (share of tokens * mean score), which is 1 if balanced (the
-    load-balancing loss of Switch, arXiv:2101.03961).
+    """Returns E * sum over experts (share of tokens * mean score), a scalar that is 1 if balanced
+    (the load-balancing loss of Switch, arXiv:2101.03961).
 
-    It is computed per sequence (DeepSeek-V3, arXiv:2412.19437), so that the mean does not depend on
-    how the batch is sharded. padding_BxT: True for tokens that do not count."""
+    It is the mean over sequences, each computed by itself (DeepSeek-V3, arXiv:2412.19437), so that
+    it does not depend on how the batch is sharded. expert_BxTxU: the experts of each token.
+    score_BxTxE: the router's scores. padding_BxT: True for tokens that do not count."""
     T, U = expert_BxTxU.shape[1:]
     E = score_BxTxE.shape[-1]
     n_chosen_BxTxE = jax.nn.one_hot(expert_BxTxU, E).sum(2)
