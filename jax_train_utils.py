@@ -55,14 +55,14 @@ class Schedule(struct.PyTreeNode):
 
 
 def cosine(schedule: Schedule, n: Array | int) -> Array:
-    """Follows nanoGPT's cosine from the peak to the minimum."""
+    """Returns the learning rate after n updates: nanoGPT's cosine from the peak to the minimum."""
     n_decayed = jnp.minimum(n - schedule.decay_from, schedule.decay_iters)
     share = 0.5 * (1 + jnp.cos(jnp.pi * n_decayed * schedule.per_decay))
     return schedule.peak * (schedule.rest_share * share + schedule.min_share)
 
 
 def linear(schedule: Schedule, n: Array | int) -> Array:
-    """Stays at the peak, then decays linearly to the minimum."""
+    """Returns the learning rate after n updates: the peak, then a linear decay to the minimum."""
     n_decayed = jnp.clip(n - schedule.decay_from, 0, schedule.decay_iters)
     rate = schedule.peak_less_min * (1 - n_decayed * schedule.per_decay) + schedule.min_rate
     rate = jnp.maximum(rate, schedule.min_rate)  # rounding ends below
@@ -70,7 +70,7 @@ def linear(schedule: Schedule, n: Array | int) -> Array:
 
 
 def constant(schedule: Schedule, n: Array | int) -> Array:
-    """Stays at the peak."""
+    """Returns the peak, whatever n is."""
     return schedule.peak
 
 
@@ -82,10 +82,11 @@ def create_learning_rate_schedule(learning_rate: float, *, decay_lr: bool = True
                                   min_lr: float = 0.0, lr_schedule: str = 'cosine') -> Schedule:
     """Makes a Schedule, a function of the number of updates that returns the learning rate.
 
-    It warms up linearly from learning_rate / (warmup_iters + 1), follows nanoGPT's cosine to min_lr
-    at lr_decay_iters, and is min_lr after that.
+    It warms up linearly from learning_rate / (warmup_iters + 1) to learning_rate in warmup_iters
+    updates, follows nanoGPT's cosine to min_lr at lr_decay_iters, and is min_lr after that.
     lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay; arXiv:2404.06395)
-    decays linearly in the last fifth; 'constant' does not decay.
+    decays linearly in the last fifth of the updates between warm-up and lr_decay_iters; 'constant'
+    stays at learning_rate after the warm-up.
     decay_lr: False keeps learning_rate throughout, without a warm-up.
     Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
     check_choice('lr_schedule', lr_schedule, SCHEDULES)
@@ -155,14 +156,15 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
     """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
 
     schedule: a function of the number of updates made, which returns the learning rate.
+    beta1, beta2: AdamW's.
     weight_decay: applies to the groups with is_decayed in GROUPS, with both optimizers.
-    optimizer: 'adamw' for all parameters, or 'muon', which takes the matrices of the blocks at
-    AdamW's learning rate and leaves the rest to AdamW.
+    optimizer: 'adamw' for all parameters, or 'muon': Muon for the matrices of the blocks, at
+    AdamW's learning rate, and AdamW for the rest.
 
-    The optimizer's update() accepts schedule=..., to use in place of `schedule`: an argument of the
-    compiled step. The tree of the optimizer's state is part of the file format of checkpoints.
-    Gradients are clipped elsewhere, see clip_gradients. Raises UserError for an unknown
-    optimizer."""
+    The optimizer's update() accepts schedule=..., which replaces the `schedule` given here and may
+    be an argument of the compiled step. The tree of the optimizer's state is part of the file
+    format of checkpoints. Gradients are clipped elsewhere, see clip_gradients. Raises UserError for
+    an unknown optimizer."""
     check_choice('optimizer', optimizer, CHOICES['optimizer'])
 
     def decay_mask(params):
@@ -188,8 +190,8 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
 
 
 def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
-    """Makes optax.scale_by_learning_rate(default), but its update() accepts another schedule, as an
-    argument of the compiled step."""
+    """Makes optax.scale_by_learning_rate(default), but its update() accepts schedule=..., another
+    schedule, as an argument of the compiled step."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
@@ -203,7 +205,7 @@ def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
 
 def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
     """Scales gradients down to a global norm of at most max_norm, as torch's clip_grad_norm_ does;
-    0 is no clipping. Returns (gradients, their norm before clipping)."""
+    max_norm=0 does not clip. Returns (gradients, their norm before clipping)."""
     norm = optax.tree.norm(grads)
     if max_norm:
         scale = jnp.minimum(1, max_norm / (norm + 1e-6))
@@ -218,10 +220,10 @@ def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
 class Objective:
     """The loss that a training step minimizes, and the sums that an evaluation measures.
 
-    Both functions take (loss_BxT, batch): the model's loss of each token, and the batch {'x', 'y'
-    [B, T], ...}. They return {name: scalar}.
-    means: the means over the samples of a training batch. The step minimizes 'loss' and logs
-    `metrics`.
+    The functions `means` and `sums` take (loss_BxT, batch): the model's loss of each token, and the
+    batch {'x', 'y' [B, T], ...}. They return {name: scalar}.
+    means: the means over the samples of a training batch. The step minimizes 'loss', and logs the
+    names in `metrics`.
     sums: the sums over the sequences of an evaluation's batch with is_row [B] = 1; sequences with 0
     only fill up the last batch. A sample of several sequences counts once for each sequence.
     has_reference: whether the batch needs 'reference_loss' [B, T], the loss of each token by the
@@ -233,19 +235,20 @@ class Objective:
 
 
 def language_model_means(loss_BxT: Array, batch: dict) -> dict:
-    """Returns the mean loss of the tokens, each times its 'weight' [B, T] if the batch has
-    weights."""
+    """Returns {'loss': the mean over all tokens}; if the batch has 'weight' [B, T], each token's
+    loss is multiplied by it before."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Returns the sum of the mean losses of the sequences.
+    """Returns {'loss': the sum over the sequences of their mean loss}.
 
-    If the batch has 'weight' [B, T], tokens are weighted by it; it is 0 in sequences that only fill
-    up the batch. 'spelled' [B, T] is the same weight, but 0 for tokens without bytes. If the batch
-    has it, the sum with these weights is returned, too."""
+    If the batch has 'weight' [B, T], each token's loss is multiplied by it before; it is 0 in
+    sequences that only fill up the batch. 'spelled' [B, T] is the same weight, but 0 for tokens
+    without bytes. If the batch has it, the result has the sum with this weight, too, as
+    'spelled'."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -349,8 +352,8 @@ def create_updates(rng: Array, params: dict, rank: int) -> dict:
 
 
 def model_params(params: dict, frozen: dict) -> dict:
-    """Joins LoRA's updates, `params`, and the `frozen` of a TrainState to the parameters of the
-    model. A kernel that has updates becomes a LowRank."""
+    """Returns the parameters of the model: the `frozen` of a TrainState, joined with LoRA's updates
+    `params`. A kernel that has updates becomes a LowRank."""
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
@@ -393,7 +396,7 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
     experts) are means over micro-batches and devices. Others are grad_norm, before clipping; lr;
     and loss_scale of float16. A metric that you add here is logged without more code.
 
-    Raises UserError if loss_chunk does not divide block_size."""
+    Raises UserError if a loss_chunk below block_size does not divide it."""
     # with pmap or zero=1, all_reduced adds the reduction over the devices; else it returns
     # sum_gradients itself
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
@@ -455,8 +458,8 @@ def running_mean(means: dict, params: dict, decay: float, n_updates: Array) -> d
 def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed: int,
                    loss_chunk: int) -> Callable:
     """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
-    the micro-batches of a batch; see make_train_step. The loss is multiplied by `scale`. Raises
-    UserError if loss_chunk does not divide block_size."""
+    the micro-batches of a batch; see make_train_step. The loss, and so the gradients, are
+    multiplied by `scale`. Raises UserError if a loss_chunk below block_size does not divide it."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
         divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
@@ -562,8 +565,8 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
 def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: Layout, *,
                       batch_size: int, eval_iters: int, token_bytes: np.ndarray | None = None,
                       stop_signal: Callable = lambda: 0) -> dict | None:
-    """Evaluates sources. Returns {'train': {'loss': loss}, 'val': {'loss': loss}}, each the mean
-    over eval_iters * batch_size sequences.
+    """Evaluates the model with these parameters on sources. Returns {'train': {'loss': loss},
+    'val': {'loss': loss}}, each the mean over eval_iters * batch_size sequences.
 
     The sequences are the same at every evaluation, for any seed and number of devices, so that
     curves can be compared. If a source has a mask, the mean is over the tokens that count. The
@@ -573,8 +576,8 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
     device and call. splits: {'train': source, 'val': source}, of sources.py, but no Mixture.
     token_bytes: number of bytes of each token id. If given, 'bpb' is the bits per byte of the
     tokens that count and have bytes; pairs have none.
-    stop_signal: a function that returns a number, the same in all processes. Once it is not 0, None
-    is returned.
+    stop_signal: a function that returns a number, the same in all processes. If it returns another
+    than 0, the evaluation ends and returns None.
     Raises UserError if no token counts, and for a token id outside the vocabulary."""
     results = {}
     stop = 0
@@ -614,7 +617,8 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
 
 def estimate_losses(state: TrainState, eval_step: Callable, sets: list, layout: Layout,
                     **options: Any) -> dict | None:
-    """Evaluates the model of a TrainState on DataSets, as estimate_loss_jax does on splits.
+    """Evaluates the model of a TrainState (its `weights`) on a list of DataSets, as
+    estimate_loss_jax does on splits.
 
     Of several sets it returns the means, weighted by their fractions, and also 'val_NAME', the
     validation losses of the set NAME. Returns None once stop_signal() is not 0. options: those of
