@@ -76,8 +76,8 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
 
 
 def open_pretrained(path_or_name):
-    """Returns (config, params) as load_pretrained does in float32, but np.asarray reads each
-    parameter from its file only when it is asked for. An export needs one parameter after the
+    """Returns (config, params) as load_pretrained does in float32, but each parameter is a
+    ParameterOnDisk, which np.asarray reads from its file. An export needs one parameter after the
     other."""
     config, sources = open_parameters(path_or_name)
     return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
@@ -156,7 +156,8 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
 @contextlib.contextmanager
 def finite(name, tensor, dtype):
-    """Checks a tensor after the block has filled it. Raises UserError if it has an infinity or NaN.
+    """Raises UserError if `tensor` has an infinity or NaN at the end of the with block, which fills
+    it. name, dtype: for the message.
 
     float16 ends at 65,504: larger weights, which a merged LoRA may have, would be infinite in the
     file."""
@@ -168,8 +169,8 @@ def finite(name, tensor, dtype):
 
 
 def describe_folder(tokenizer):
-    """Returns the description of a tokenizer, which is given by its folder or by the description
-    itself."""
+    """Returns the description of a tokenizer, a dict. tokenizer: its folder, or the description
+    itself, or None, which is returned."""
     if tokenizer is None or isinstance(tokenizer, dict):
         return tokenizer
     return {'kind': 'folder', 'path': str(tokenizer)}
@@ -218,7 +219,7 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
 
 def config_of_base(base):
     """Returns the content of config.json of `base`, the model that an adapter is for. Raises
-    UserError if peft cannot load that model."""
+    UserError if there is none with a model_type: peft cannot load such a model."""
     config_json = os.path.join(base if is_url(base) else local_path(base), 'config.json')
     settings = read_json(config_json, optional=True)
     if 'model_type' not in settings:  # a ckpt.pt, or a run's own config.json with flags
@@ -230,6 +231,7 @@ def config_of_base(base):
 
 def adapter_modules(updates, config, family):
     """Returns ({module: Halves}, [module without an update]), with transformers' module names.
+    Halves are a and b on disk, [rank, in] and [out, rank].
 
     updates: the tree of LoRA's a [in, rank] and b [rank, out]. If one matrix in this tree is
     several tensors on disk (q, k and v), each tensor gets the same a, and its own part of b. If
@@ -404,8 +406,8 @@ def derive_gpt2_config_json(config):
 
 
 def differences(config, hf, source):
-    """Returns ['name=value'] of the fields of config for which the config.json `hf` means another
-    model. source: the name of hf for messages."""
+    """Returns 'name=value' for each field of config whose value is not what the config.json `hf`, a
+    dict, means. source: the path of hf for messages."""
     theirs = meaning(read_config(hf, source)[0])
     different = []
     for name, value in meaning(config).items():
@@ -455,7 +457,7 @@ class TensorMap(NamedTuple):
         return x.T if self.transpose else x
 
     def fill(self, tensor, parameter):
-        """Writes parameter[dst] into the tensor on disk: the inverse of to_parameter."""
+        """Writes parameter[dst] to its place in the tensor on disk: the inverse of to_parameter."""
         x = parameter[self.dst]
         if self.offset:
             x = x - self.offset
@@ -550,9 +552,10 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns the order of the rows of a matrix [heads * head_width, in], as row numbers on disk.
-    The last rope_width rows of each head are pairs (2j, 2j + 1) on disk. apply_rope() needs the
-    first rows of all pairs, then the second rows."""
+    """Returns the row numbers on disk of a matrix [n_rows, in] in the order that apply_rope()
+    needs, int [n_rows]; n_rows = heads * head_width. The last rope_width rows of each head are
+    pairs (2j, 2j + 1) on disk. apply_rope() needs the first rows of all pairs, then the second
+    rows."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
@@ -560,8 +563,8 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 
 
 def llama_names(config, naming):
-    """Returns {path of a module in its block: its name on disk} for the families that use Llama's
-    tensor names."""
+    """Returns {module: its name on disk}, both inside a layer, for the families that use Llama's
+    tensor names: for example {'attn/c_proj': 'self_attn.o_proj'}."""
     # The names that depend on the family, or on the compression of queries.
     attention = 'self_attn'
     mlp = naming.mlp
@@ -644,7 +647,8 @@ def latent_rows(config, naming):
 
 
 def fused_mlp_tensor_map(block, module, shape):
-    """Returns the TensorMap of c_gate or c_fc of an MLP, which are one tensor on disk."""
+    """Returns the TensorMap of the module 'mlp/c_gate' or 'mlp/c_fc', which together are one tensor
+    on disk. block: the layer's name on disk. shape: the parameter's, [D, F]."""
     D, F = shape
     rows_of_module = slice(0, F) if module == 'mlp/c_gate' else slice(F, None)
     return TensorMap(f'{block}.mlp.gate_up_proj.weight', (2 * F, D), transpose=True,
@@ -661,7 +665,7 @@ def family_tensor_maps(config, family, prefix=''):
 
 def qkv_tensor_maps(config, naming, name, leaf):
     """Returns the TensorMaps of c_attn, in which q, k and v are side by side; query heads may share
-    key and value heads."""
+    key and value heads. name: that of the attention on disk. leaf: 'kernel' or 'bias'."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -685,7 +689,8 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
     """Returns the TensorMaps of one matrix or bias of all experts, one TensorMap for each expert,
     because the expert's tensor may be dequantized while it is read.
 
-    shape: the shape of our parameter, [E, in, out] or [E, out]."""
+    name: that of the experts on disk. ours: the parameter's module, as 'experts_c_fc'. leaf:
+    'kernel' or 'bias'. shape: the parameter's, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
     names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
 
@@ -793,8 +798,8 @@ class ParameterOnDisk:
 
 @functools.lru_cache(maxsize=4)
 def recently_read(parameter):
-    """Returns a ParameterOnDisk in float32, and keeps the last four, because several tensors on
-    disk are parts of one parameter (q, k and v, or all experts)."""
+    """Returns the float32 array of a ParameterOnDisk, and keeps the last four: a parameter is asked
+    for once for each tensor on disk that is a part of it (q, k and v, or all experts)."""
     return parameter.read('float32')
 
 
@@ -842,11 +847,12 @@ def load_config(path_or_name):
 
 def load_weights(source, config, layout, change=None):
     """Loads the parameters of a pretrained model onto devices, sharded as `layout` says. Returns
-    (parameters, a checksum of the file's parameters).
+    (parameters, a CRC-32 checksum of the file's parameters). source: as path_or_name in
+    load_pretrained.
 
     change: a function of (path in the tree, array), applied to each float32 parameter before it is
     moved to its devices and before the next one is read. A table of learned positions is truncated
-    to the config's block_size."""
+    to the block_size of `config`, the run's."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc
@@ -863,7 +869,8 @@ class Placing:
         self.crc = 0
 
     def __call__(self, path, array):
-        """Returns a float32 parameter on its devices. path: the path in the tree of parameters."""
+        """Adds a float32 parameter to the checksum. Returns it, after `change`, on its devices.
+        path: the path in the tree of parameters."""
         self.crc = zlib.crc32(np.ascontiguousarray(array), self.crc)
         if path == ('wpe',):
             array = array[:self.config.block_size]
