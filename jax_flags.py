@@ -60,8 +60,8 @@ class TryAgain(UserError):
 
 
 def refuse(refusals):
-    """Raises UserError with the message of the first pair (condition, message) whose condition is
-    true."""
+    """Raises UserError with the message of the first pair (condition, message) in `refusals` whose
+    condition is true, if there is one."""
     for is_wrong, message in refusals:
         if is_wrong:
             raise UserError(message)
@@ -124,7 +124,8 @@ def find_shipped(kind, name):
 
 
 def write_text(path, text):
-    """Writes a text file atomically: it is complete or does not exist. Makes its folder."""
+    """Writes a text file atomically: at `path` is the earlier file, if any, or the complete new
+    one. Makes its folder. A pipe or a device is written directly."""
     path = Path(os.path.realpath(path))  # a link stays a link
 
     # A pipe or /dev/null is written directly. A folder raises OSError.
@@ -173,8 +174,8 @@ def lock_file(file, *, wait=False):
     """Locks an open file for this process until it is closed or the process ends. Returns whether
     it succeeded.
 
-    If another process has the lock, wait=True waits for it, and wait=False returns False. A file
-    system without locks locks nothing, and the result is True."""
+    If another process has the lock, wait=True waits for it, and wait=False returns False. Where
+    there are no locks (Windows, some file systems), nothing is locked, and the result is True."""
     try:
         if fcntl:
             # not lockf: its lock is lost when this process reads the file and closes it
@@ -264,7 +265,7 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
     script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
     arguments, by default the command line's. ignored: names that are accepted without effect.
     Raises UserError for an unknown name, a value of another type (an int is accepted as a float),
-    and an int that is too large."""
+    an int that is too large, and an argument that is neither --name=value nor a config file."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
     defaults = {name: namespace[name] for name in comments}
@@ -326,7 +327,7 @@ def is_on_command_line(name):
 
 
 def run_config_file(path, flags):
-    """Runs a config file and returns the flags that it gives, {name: value}.
+    """Runs a config file and returns the flags that it gives (see read_flags), {name: value}.
 
     flags: {name: value} of all flags so far, which the file may read. Raises UserError if the file
     is missing, or fails."""
@@ -389,7 +390,8 @@ ALIASES = {
 
 
 def nearest_names(name, known):
-    """Returns the known names that a name may be a typing error of, the nearest first."""
+    """Returns the known names that a name may be a typing error of, the nearest first, at most
+    three."""
     return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
 
 
@@ -531,10 +533,11 @@ NEEDS = {
 
 
 def is_read(script, name, flags):
-    """Returns whether something reads the flag `name` of this script.
+    """Returns whether something reads the flag `name` of this script: whether its condition in
+    NEEDS is met, or it has none.
 
-    flags: {name: value} of all flags, and of facts that the script knows. If the switch of the
-    condition is not among them, it is not known yet, and the result is True."""
+    flags: {name: value} of all flags, and of facts that the script knows. If the condition's
+    `switch` is not among them, it is not known yet, and the result is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
@@ -545,7 +548,8 @@ def is_read(script, name, flags):
 
 
 def check_needs(script, flags, given):
-    """Raises UserError for a given flag that nothing reads: see NEEDS.
+    """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts it if its value is
+    off (0, '', False), or if the user has given its switch, too.
 
     flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""
@@ -578,7 +582,8 @@ def rising_learning_rate(flags):
 
 
 def check_given(flags, given):
-    """Raises UserError for training flags of the user that contradict each other or have no effect.
+    """Raises UserError if the user has given a min_lr that makes the learning rate rise, or, for a
+    run from scratch, a flag that nothing reads (check_needs).
 
     flags: the flags of the run; of a resumed run, those in its checkpoint. given: the user's
     own."""
@@ -702,8 +707,8 @@ class TextSampling(Sampling):
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the TextSampling of sample_jax.py's flags. `stop` may be a list of texts in JSON.
-        Raises UserError for any other list."""
+        """Returns the TextSampling of sample_jax.py's flags. A `stop` that begins with [ is a list
+        of texts in JSON; raises UserError if it is not."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {name: flags[name] for name in names if name in flags}
         if values['stop'].startswith('['):
@@ -740,8 +745,9 @@ def is_in_bucket(flag, path):
 
 
 def start_script():
-    """Prepares a script: its errors end it as in exit_on_user_error, and each line is written when
-    it is printed, also into a pipe or a file."""
+    """Prepares a script: its errors end it as in exit_on_user_error, Ctrl-C ends it at once until
+    it has a handler of its own, and each line is written when it is printed, also into a pipe or a
+    file."""
     sys.excepthook = exit_on_user_error
 
     # If the shell has closed an output (2>&-), open os.devnull in its place: else the next file
@@ -777,11 +783,12 @@ DISK_ERRORS = (
 
 
 def exit_on_user_error(kind, error, traceback):
-    """Ends the script, as a sys.excepthook: a UserError, a disk error or a lack of memory becomes
-    one line on stderr and exit code 2, a TryAgain exit code 75.
+    """Ends the script, as a sys.excepthook. A UserError, a missing package, an error in DISK_ERRORS
+    or a lack of memory becomes one line on stderr and exit code 2, or 75 for a TryAgain.
 
-    If the reader of stdout has closed it, as `head -1` does, the script ends quietly. Other errors
-    print a traceback."""
+    If the reader of stdout has closed it, as `head -1` does, or after Ctrl-C, the script ends
+    quietly. For the death of another process see exit_if_peer_died. Other errors print a
+    traceback."""
     # Ctrl-C: the usual exit may crash while a thread of jax computes.
     if issubclass(kind, KeyboardInterrupt):
         with contextlib.suppress(OSError, ValueError):
@@ -857,7 +864,8 @@ def discard_if_unread(stream):
 
 
 def exit_before_others(code):
-    """Ends this process with this exit code, if it is one of several.
+    """Ends this process with this exit code, if it is one of several processes of JAX; else does
+    nothing.
 
     A usual exit waits for the others, which may not have failed, and after 60 s JAX aborts all of
     them (134). Process 0 waits 3 s, so that other failing processes can print their errors: JAX's
@@ -877,9 +885,9 @@ PEER_STATUS = r'(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOW
 
 
 def exit_if_peer_died(error):
-    """Ends this process at once, with one line on stderr, if `error` is caused by the death of
-    another process. The usual exit (completing a checkpoint, shutting down jax.distributed) would
-    wait for the dead process."""
+    """Ends this process at once, with one line on stderr and exit code PEER_DIED, if `error` is
+    caused by the death of another process; else does nothing. The usual exit (completing a
+    checkpoint, shutting down jax.distributed) would wait for the dead process."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
 
     # The text of the error, and of the errors behind it.
