@@ -323,8 +323,8 @@ def scaled_normal(rng, std, shape):
 
 
 def make_prompts(vocab_size):
-    """Returns prompts [batch_size, prompt_len]: random tokens, or parts of val.bin at even
-    distances."""
+    """Returns prompts, int [batch_size, prompt_len]: random tokens, or, with --dataset, parts of
+    its val.bin at even distances."""
     if not dataset:
         random = np.random.default_rng(seed)
         return random.integers(vocab_size, size=(batch_size, prompt_len))

@@ -130,8 +130,8 @@ def read_item(line, kind):
 
 
 def check_chat(messages):
-    """Raises UserError unless messages end with an answer. The contents of messages are checked
-    later, by the chat template."""
+    """Raises UserError unless `messages` is a list of at least two that ends with an answer. The
+    contents of messages are checked later, by the chat template."""
     is_list = isinstance(messages, list) and len(messages) > 1
     last = messages[-1] if is_list else None
     if not isinstance(last, dict) or last.get('role') != 'assistant':
@@ -153,8 +153,8 @@ def find_kind(item, kind):
 
 
 def pairs(item, delimiter):
-    """Returns [(context, continuation)] of an item, one for each option. For a chat, they are the
-    messages and the answer."""
+    """Returns [(context, delimiter + continuation)] of an item, one pair for each option. For a
+    chat, the pair is the messages before the answer, a list, and the answer."""
     if item['kind'] == 'chat':
         *before, answer = item['messages']
         return [(before, str(answer.get('content', '')) or ' ')]
@@ -224,12 +224,12 @@ def read_tasks(path):
 # evaluation
 
 def encode_item(items, index, n_examples, delimiter, in_bundle):
-    """Returns the rows (ids, start) of items[index], with the tokens of lm-eval; ids[start:] are
-    scored.
+    """Returns the rows (ids, start) of items[index], one for each option; ids[start:] are scored.
+    The tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py.
 
-    In a bundle, rows are made as in nanochat: n_examples other items with their answers come first.
-    The part in which options differ is scored; in a schema, their common end; in language modeling,
-    the continuation."""
+    In a bundle, rows are made as in nanochat instead: n_examples other items with their answers
+    come first. The part in which options differ is scored; in a schema, their common end; in
+    language modeling, the continuation."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
@@ -315,7 +315,8 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
 
 
 def evaluate_text(path):
-    """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of a text."""
+    """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of the text of a
+    file."""
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
@@ -333,8 +334,8 @@ def evaluate_text(path):
 
 
 def report(group, name, evaluate, *args):
-    """Evaluates a text or a task. Keeps and prints the results, and prints the seconds that it
-    took."""
+    """Evaluates a text or a task by evaluate(*args). Keeps the result in results[group][name], and
+    prints it with the seconds that it took."""
     started = time.perf_counter()
     found = evaluate(*args)
     results[group][name] = found

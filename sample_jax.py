@@ -91,7 +91,9 @@ from jax_run.speed import report_speed
 
 
 def read_prompts(start, each_line, chat):
-    """Returns the prompts that --start gives. Raises UserError if its file has no prompts."""
+    """Returns the prompts that --start gives, a list of texts; in a chat also dicts, see
+    read_prompt. each_line: whether each line of a text file is a prompt. Raises UserError if the
+    file has no prompts, or a wrong one."""
     if not start.startswith('FILE:'):
         return [start]
     # a file of JSON lines, of a prompt in each line, or of a single prompt
@@ -150,7 +152,7 @@ def encode_prompt(model, prompt, conversation):
 
 
 def note(line):
-    """Prints a line on stderr, beside the samples."""
+    """Prints a line on stderr, beside the samples; only process 0 does."""
     if is_master:
         print(line, file=sys.stderr)
 
@@ -236,7 +238,8 @@ if done:
 
 
 def describe_row(generation, i, number):
-    """Returns the record of row i of a generation. number: of the row's prompt."""
+    """Returns the record of row i of a Generation for --output, a dict. number: the index of the
+    row's prompt."""
     sample = generation.describe(i)
     if cfg.chat:
         # the question as it was given, and as the chat template writes it
