@@ -42,7 +42,8 @@ class Scores:
         return self.scale or width**-0.5
 
     def of_keys(self, q, k, mask):
-        """Returns float32 soft_cap(q k^T * scale, cap), MASKED where the mask is False."""
+        """Returns soft_cap(q k^T * scale, cap) for q [..., T, K] and k [..., S, K], float32 [...,
+        T, S]; MASKED where the mask is False."""
         scores = matmul(q, k, transpose_rhs=True, dtype=jnp.float32)
         scores *= self.scale_of(q.shape[-1])
         if self.cap:
@@ -69,7 +70,8 @@ def span_limits(config, layer_type):
 
 
 def causal_mask(key_position, position, *, window=0, chunk=0):
-    """Returns True where a query may attend to a key: at its own position and before.
+    """Returns True where a query at `position` may attend to a key at key_position (two arrays that
+    are broadcast): at its own position and before.
 
     window: a query sees only this many positions, its own and those just before it; 0 is all.
     chunk: positions are divided into chunks of this many, and a query sees only its own chunk; 0 is
@@ -151,7 +153,7 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
 
 def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
     """Computes fused_causal_attention of whole sequences on one device. options: sinks_H,
-    start_BxT."""
+    start_BxT. Raises UserError for dropout with another implementation than 'chunked'."""
     if implementation == 'chunked':
         return chunked_attention(*qkv_and_scores, dropout=dropout, **options)
     if dropout.key_B is not None:
@@ -216,7 +218,7 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
 
 def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, start_BxT):
     """Computes fused_causal_attention by cuDNN's flash attention. scores.chunk must divide T or be
-    at least T."""
+    at least T. Raises UserError for sinks, a cap of the scores and packed rows."""
     if sinks_H is not None or scores.cap or start_BxT is not None:
         raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
                         'attention=chunked')
@@ -368,9 +370,9 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
 
 def attend_sequence(common, sequence, n, in_loop):
-    """Computes chunked_attention of one Sequence, n queries at a time -> [G, T Q, K]. in_loop:
-    whether it is the body of a loop, where XLA cannot merge a block's recomputation with its
-    forward pass."""
+    """Computes chunked_attention of one Sequence, n queries at a time (a multiple of n for long
+    ones) -> [G, T Q, K]. in_loop: whether it is the body of a loop, where XLA cannot merge a
+    block's recomputation with its forward pass."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
@@ -481,10 +483,10 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     """Computes dot_product_attention of jax_transformer.py for a piece of a long prompt, without
     dropout and gradients.
 
-    It takes 256 queries at a time, and blocks of n = 256 keys with a running softmax
-    (arXiv:2205.14135). So scores take [B, G, TQ, n], not [B, G, TQ, S], and blocks that the mask
-    rules out are skipped. For a cache of more than 2,048 slots n is 512, because larger matmuls are
-    faster: 0.95 of the time for 4,096 tokens of SmolLM2."""
+    It takes 256 queries at a time (all, if 256 does not divide T), and blocks of n = 256 keys with
+    a running softmax (arXiv:2205.14135). So scores take [B, G, TQ, n], not [B, G, TQ, S], and
+    blocks that the mask rules out are skipped. For a cache of more than 2,048 slots n is 512,
+    because larger matmuls are faster: 0.95 of the time for 4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
 
     def attend(queries):
@@ -545,9 +547,9 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
 
 def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
-    """Adds the scores and values of a block to the running softmax: (the largest score, the sum of
-    exp(score - max), the sum of the values with these weights). Scales the earlier sums to the new
-    maximum."""
+    """Returns the running softmax with a block's scores and values added. It is a triple: the
+    largest score, the sum of exp(score - max), the sum of the values with these weights. The
+    earlier sums are scaled to the new maximum."""
     old_max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = softmax
     max_BxGxTQx1 = jnp.maximum(old_max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
     exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - max_BxGxTQx1)

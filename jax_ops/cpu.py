@@ -82,8 +82,8 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 def fusion_barrier(condition, f, otherwise, *args):
     """Computes f(*args) if the condition holds, else returns an array filled with `otherwise`.
-    XLA:CPU moves nothing across a condition: it neither computes x for each row of the weights, nor
-    converts the weights ahead of the decode loop."""
+    XLA:CPU moves nothing across a condition. Without it, XLA:CPU would compute the input again for
+    each row of the weights, or convert the weights ahead of the decode loop."""
     y = jax.eval_shape(f, *args)
 
     def constant(*args):
@@ -215,8 +215,9 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
 # (as_uint8) if cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """Computes multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies by its shard of w.
-    XLA's partitioner would gather w, because nt_int16_row splits the rows of w."""
+    """Computes multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies by its shard of w,
+    if `tp` (as in linear()) says how w is sharded. XLA's partitioner would gather w, because
+    nt_int16_row splits the rows of w."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0
@@ -308,8 +309,8 @@ def nt_int16(x_RxI, w_OxI):
 
 @functools.cache
 def nt_uint8():
-    """Returns the primitive x @ w.T -> int32 of uint8 x and int8 w. The weights are x here, see
-    nt_weights_left.
+    """Returns a JAX primitive that computes x @ w.T -> int32 of uint8 x and int8 w. nt_weights_left
+    passes the weights as x.
 
     It is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as long. It
     is a primitive of its own, because JAX's lowering converts operands of two dtypes to int32."""

@@ -18,9 +18,10 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, except those of experts; on one CPU device all kernels in
-    float32 and bfloat16 do. Removes each block from the dict `params` when it is converted, so that
-    memory need not hold the model twice. Raises UserError for an unknown `quantize`."""
+    On one GPU kernels become Transposed, except those of experts and routers; on one CPU device all
+    kernels in float32 and bfloat16 do, except those of routers. Empties the dict `params`: each
+    entry is removed before its conversion, so that memory need not hold the model twice. Raises
+    UserError for an unknown `quantize`."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
@@ -78,8 +79,8 @@ def quantize_param(path, p, stored_as=jnp.int8):
 
 
 def cast_matrices(params, dtype):
-    """Returns the parameters with matrices in the compute dtype, so that they are cast once and not
-    in every step."""
+    """Returns the parameters with matrices in `dtype`, the compute dtype, so that they are cast
+    once and not in every step."""
     return map_kernels(lambda path, kernel: kernel.cast(dtype), params)
 
 
@@ -98,7 +99,8 @@ def transpose_kernels(params, with_experts=False):
 def order_columns_by_rank(params, config):
     """Returns the parameters of convert_params_for_decoding with the columns of c_attn in the order
     of the current mesh's tensor ranks (order_by_rank). Each rank then has its own columns, so that
-    no decode step moves them. Replaces the kernels in place, layer by layer."""
+    no decode step moves them. Replaces the kernels in place, layer by layer. Without tensor ranks,
+    or with config.mla, changes nothing."""
     mesh = current_mesh()
     if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
         return params
@@ -113,5 +115,5 @@ def order_columns_by_rank(params, config):
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def order_kernel(kernel, widths, n_ranks):
     """Returns a kernel, an array [I, O] or Int8, with its columns in the order of n_ranks tensor
-    ranks. An array becomes Transposed."""
+    ranks. An array becomes Transposed. widths: the columns of q, k and v."""
     return as_kernel(kernel).order_columns(widths, n_ranks)

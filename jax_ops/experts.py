@@ -15,12 +15,14 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     """Computes sum over u of weight_PxU[p, u] * f(weights[expert_PxU[p, u]], x_PxD[p]) -> [P, D] in
     x's dtype.
 
-    weights: a tree of arrays [E, ...]. scale_input: whether the weight scales f's input instead of
-    its output. way: see choose_experts.
+    f: a function of (one expert's weights, x [b, D]) that returns [b, D]. weights: a tree of arrays
+    [E, ...]. scale_input: whether the weight scales f's input instead of its output. way: see
+    choose_experts.
 
     On a mesh (expert parallelism) a device has some of the experts. It all-gathers the tokens over
     the expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
-    a token is sent only to the ranks of its experts (exchange_tokens)."""
+    if a device has at least 128 tokens, a token is sent only to the ranks of its experts
+    (exchange_tokens)."""
     mix = functools.partial(mix_range, f, scale_input, way)
     mesh = current_mesh()
     if mesh is None:

@@ -19,9 +19,9 @@ REMAT_POLICIES = {
 
 
 def scan_blocks(gpt, stream, call):
-    """Computes `for block in gpt.h: stream, _ = block(stream, call)` as one compiled loop. The
-    parameters of all layers are stacked in every call; the state and checkpoints keep h_0, h_1,
-    ..."""
+    """Computes `for block in gpt.h: stream, _ = block(stream, call)` as one compiled loop, and
+    returns the last stream. The parameters of all layers are stacked in every call; the state and
+    checkpoints keep h_0, h_1, ..."""
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]

@@ -52,7 +52,7 @@ def matmul_f32_acc(x, y, dtype=None):
 
 
 def weight_grad(x, g, dtype):
-    """Computes x.T @ g for x [..., R, I] and g [..., R, O].
+    """Computes x.T @ g in dtype, for x [..., R, I] and g [..., R, O].
 
     Transposes the activation x; JAX's rule transposes g, slower on CPUs (docs/lab_log.md#matmul).
     In bfloat16 a transpose is a copy. Therefore, if g and the result together are smaller than x,
@@ -121,9 +121,9 @@ def is_context_split():
 
 
 def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
-    """Computes the gradient of a kernel if T is sharded, as a sum over the two axes B and T. Merged
-    to one axis they would have no sharding unless B is 1, and every device would all-gather x and
-    g."""
+    """Computes the gradient of matmul's kernel if T is sharded, as a sum over the two axes B and T.
+    Merged to one axis they would have no sharding unless B is 1, and every device would all-gather
+    x and g. g: the gradient of the result. dtype: the kernel's."""
     left, right = (g_BxTxO, x_BxTxI) if transpose_rhs else (x_BxTxI, g_BxTxO)
     dy = jax.lax.dot_general(
         left, right, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
@@ -170,7 +170,8 @@ class Kernel:
     n_ranks = 1  # the outputs of a fused kernel are in the order of this many tensor ranks
 
     def multiply(self, x, tp):
-        """Computes x [..., I] @ the matrix -> [..., O], in any dtype. tp: as in linear()."""
+        """Computes x [..., I] @ the matrix -> [..., O]; the result may have another dtype than x.
+        tp: as in linear()."""
         raise NotImplementedError
 
     def linear(self, x, bias, tp):
@@ -187,8 +188,8 @@ class Kernel:
         return checkpoint_name(y, 'dense')
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns in the order of tensor ranks. Here they are stored in
-        this order."""
+        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank): itself,
+        because this class stores them so."""
         return self
 
     def fused_linear(self, x, bias, widths):
@@ -226,8 +227,8 @@ class Plain(Kernel, struct.PyTreeNode):
         return matmul(x, self.values, tp=tp)
 
     def in_rank_order(self, dtype, widths):
-        """Orders the columns. They are stored sharded by rows, so that each device orders its own
-        rows; an all-to-all follows, once per step."""
+        """Returns the kernel with its columns ordered. It is stored sharded by rows, so that each
+        device orders its own rows; an all-to-all follows, once per step."""
         n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
         if n_ranks == 1:
             return self
@@ -351,8 +352,8 @@ MOST_CHOSEN = 128
 
 
 class Chosen(Kernel, struct.PyTreeNode):
-    """One matrix of a stack for each row of x, stack[matrix_R[r]] for x[r]. One loop reads the
-    weights in place. For CPUs only."""
+    """A kernel that multiplies each row of x by a matrix of its own, x[r] by stack[matrix_R[r]].
+    One loop reads the weights in place. For CPUs only."""
     stack: Any  # an Int8 or Transposed of values [E, O, I]
     matrix_R: jax.Array
 

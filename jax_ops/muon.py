@@ -21,8 +21,8 @@ POLAR_EXPRESS = (
 
 @optax.stateless
 def orthogonalize(updates, params=None):
-    """Replaces every matrix U S V^T (its singular value decomposition) by about U V^T, times a
-    factor.
+    """Replaces every matrix U S V^T (its singular value decomposition) in the tree `updates` by
+    about U V^T, times a factor.
 
     The factor 0.2 sqrt(longer side) gives it the size of AdamW's updates (arXiv:2502.16982). A leaf
     [E, I, O] holds E matrices. c_attn holds three, q, k and v, and each is orthogonalized by
@@ -33,8 +33,8 @@ def orthogonalize(updates, params=None):
 
 
 def orthogonalize_stack(x_MxIxO):
-    """Orthogonalizes M matrices. On a mesh the devices share them, if the number of batch shards
-    divides M."""
+    """Orthogonalizes M matrices, and multiplies them by the factor of `orthogonalize`. On a mesh
+    the devices share them, if the number of batch shards divides M."""
     x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
     n_rows, n_columns = x_MxIxO.shape[1:]
     if n_rows > n_columns:
@@ -75,7 +75,8 @@ def polar_express_gram(x_MxIxO):
 
 
 def normalize(x_MxIxO):
-    """Divides M matrices by the root of |x x^T|, an upper bound of their largest singular value.
+    """Divides M matrices x by the root of |x x^T| (the Frobenius norm), an upper bound of their
+    largest singular value.
 
     Returns (x, x x^T) of the divided matrices."""
     gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
@@ -121,9 +122,9 @@ def map_stacked_by_shape(f, tree):
 
 
 def split_qkv(tree):
-    """Puts a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
+    """Returns the tree with a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
 
-    Orthogonalized as one matrix, they make the loss 11% higher with two of three seeds
+    If q, k and v are orthogonalized as one matrix, the loss is 11% higher with two of three seeds
     (docs/lab_log.md#the-recipe-part-by-part)."""
     flat = flatten_dict(tree)
     for path, kernel in flat.items():

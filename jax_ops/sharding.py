@@ -75,8 +75,8 @@ def shard(x, *spec):
 
 
 def position_axes(n_positions, *axes):
-    """Returns the axes that shard n_positions on the mesh. Of `axes`, the last are dropped until
-    the others divide n_positions."""
+    """Returns those of `axes` that shard n_positions on the mesh: the last ones are dropped until
+    the product of the others' sizes divides n_positions. Without a mesh, returns ()."""
     mesh = current_mesh()
     if mesh is None:
         return ()
@@ -91,15 +91,15 @@ def count_shards(mesh, axes):
 
 
 def shard_positions(x, axes=('context', 'tensor')):
-    """Returns x [B, T, ...]; on a mesh, its positions are sharded over context and tensor. It is
-    used between blocks, where norms and sums need one position at a time (sequence parallelism,
+    """Returns x [B, T, ...]; on a mesh, its positions are sharded over `axes`. It is used between
+    blocks, where norms and sums need one position at a time (sequence parallelism,
     arXiv:2205.05198)."""
     return shard(x, BATCH, position_axes(x.shape[1], *axes))
 
 
 def gather_positions(x):
     """Returns x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over
-    tensor."""
+    tensor, and stay sharded over context."""
     x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
@@ -151,7 +151,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
 
 
 def rule_of(name):
-    """Returns the spec of PARTITION_RULES for a parameter. name: its path, with slashes."""
+    """Returns the spec of PARTITION_RULES for a parameter, Spec() if none applies. name: its path,
+    with slashes."""
     for end, spec in PARTITION_RULES:
         if re.search(rf'(^|/){end}$', name):
             return spec

@@ -42,7 +42,7 @@ class Table(NamedTuple):
 
 
 def as_table(table):
-    """Returns an array as a Table, and an Int8 unchanged."""
+    """Returns an array as a Table, and a Kernel (an Int8) unchanged."""
     return table if is_kernel(table) else Table(table)
 
 
@@ -120,8 +120,8 @@ def lm_logits(table_VxD, x_BxTxD, *, cap, training):
 
 
 def cross_entropy(logits_BxTxV, targets_BxT):
-    """Computes -log softmax(logits)[target], [B, T]. If the vocabulary is sharded, XLA all-reduces
-    only [B, T] numbers."""
+    """Computes -log softmax(logits)[target], [B, T] in the logits' dtype. If the vocabulary is
+    sharded, XLA all-reduces only [B, T] numbers."""
     with jax.named_scope('cross_entropy'):
         return jax.lax.platform_dependent(logits_BxTxV, targets_BxT, cuda=masked_cross_entropy,
                                           default=optax.softmax_cross_entropy_with_integer_labels)
