@@ -166,8 +166,8 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
     """Keeps the largest logits of each row and sets all others to -inf.
 
     Every token has a weight, weight_BxV: 1 for top-k, its probability for top-p. Going from the
-    largest logit down, tokens are kept until the weights of the kept tokens sum to `amount` (k, or
-    p). Tokens with the same logit as the last one are kept, too.
+    largest logit down, tokens are kept until the weights of the kept tokens sum to at least
+    `amount` (k, or p). Tokens with the same logit as the last one are kept, too.
 
     So each row has a threshold, the logit of the last token that is kept. A sort would find it, but
     is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits are found one

@@ -406,8 +406,8 @@ def derive_gpt2_config_json(config):
 
 
 def differences(config, hf, source):
-    """Returns 'name=value' for each field of config whose value is not what the config.json `hf`, a
-    dict, means. source: the path of hf for messages."""
+    """Returns a list of 'name=value', one for each field of config whose value is not what the
+    config.json `hf`, a dict, means. source: the path of hf for messages."""
     theirs = meaning(read_config(hf, source)[0])
     different = []
     for name, value in meaning(config).items():

@@ -238,8 +238,8 @@ class TextModel:
         """Yields the text that generate returns for one text, piece by piece while it is generated.
         For the messages of a chat, yields the answer only.
 
-        The options are those of generate. Raises UserError as generate does, for several texts, and
-        for messages if the model has no chat template."""
+        The options are those of generate. Raises UserError as generate does; also for a list of
+        texts, and for messages if the model has no chat template."""
         is_chat = not isinstance(prompt, str)
         if is_chat and not is_list_of(prompt, dict):
             raise UserError('stream takes one text, or the messages of one chat; for several texts '
@@ -412,8 +412,9 @@ class TextModel:
         return ids
 
     def encode_answer(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start). ids[:start] is the chat that asks for the last
-        message; ids[start:], which are scored, are this message and the token that ends it.
+        """Returns a row for score, (ids, start). ids[:start] are the messages before the last and
+        the beginning of an answer; ids[start:], which are scored, are the last message and the
+        token that ends it.
 
         Raises UserError as encode does, and if the template leaves the answer out."""
         before = self.encode(messages[:-1])
@@ -495,9 +496,9 @@ class Generation:
         generation_config.json, else of SAMPLING.
         num_samples: the number of samples of each prompt, which differ. A prompt that is given
         twice has the same samples twice.
-        first_sample: the number of each prompt's first sample; the next samples count on from it. A
-        sample's random numbers depend on the seed, the prompt and this number. If num_samples is 1,
-        it may be a list, one number for each prompt.
+        first_sample: the number of each prompt's first sample, from which the next ones count on;
+        if num_samples is 1, it may be a list, one number for each prompt. A sample's random numbers
+        depend on the seed, the prompt and its number.
         streaming: whether chunks are small, see choose_chunk.
         prefix_cache, logprobs: as for jax_generate.generate_stream.
         batch: a Batch (jax_apps/batching.py), for one prompt that is decoded in it together with
@@ -677,8 +678,8 @@ class Generation:
 
 def token_of_letter(text, tokenizer):
     """Returns the id of the token whose text is the character `text`. Returns None if `text` is not
-    one character, if not exactly one usual token has this text, and if tokens may be longer than a
-    character: another token could then contain it."""
+    one character, if not exactly one token (or only a special one) has this text, and if tokens may
+    be longer than a character: another token could then contain it."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):

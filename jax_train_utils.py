@@ -545,7 +545,7 @@ def all_finite(tree: Any) -> Array:
 def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
                    loss_chunk: int = 0) -> Callable:
     """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
-    layout.jit_eval_step; see Objective.
+    layout.jit_eval_step; see Objective. loss_chunk: as in make_train_step.
 
     batch: x and y [B, T]; is_row [B], 0 for sequences that do not count; and the objective's other
     arrays."""

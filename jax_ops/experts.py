@@ -174,9 +174,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
     not in 0 .. E-1.
 
-    way: see choose_experts. If rows are few, as in decoding, a CPU computes them one by one, with
-    weights as convert_params_for_decoding makes them. All others are computed in blocks of one
-    expert each."""
+    way: see choose_experts. If rows are few (can_be_chosen), as in decoding, a CPU computes them
+    one by one, with weights as convert_params_for_decoding makes them. All others are computed in
+    blocks of one expert each."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty

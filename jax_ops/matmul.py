@@ -425,8 +425,8 @@ def linear(x, kernel, bias=None, *, tp=()):
 
 
 def fused_linear(x, kernel, bias, widths):
-    """Computes jnp.split(linear(x, kernel, bias), ...): several projections fused into one kernel
-    [I, sum(widths)], as c_attn.
+    """Computes jnp.split(linear(x, kernel, bias), ...), a list: several projections fused into one
+    kernel [I, sum(widths)], as c_attn.
 
     With tensor parallelism the fused columns are brought into the order of ranks, unless they are
     stored in this order."""

@@ -170,8 +170,8 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """Returns a compiled function(table, ...) that shards the rows of the table over the mesh's
-    tensor axis."""
+    """Returns function(table, ...) compiled so that the rows of the table are sharded over the
+    mesh's tensor axis."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))

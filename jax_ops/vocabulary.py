@@ -232,7 +232,8 @@ class ParallelLMHead(VocabParallel):
 
     def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
                training: bool = True) -> Array:
-        """Returns the logits of the first n_rows rows of the table, on a mesh if one is given."""
+        """Returns the logits by the table of n_rows rows, plus the bias if there is one; on a mesh
+        if one is given. last_B: None is all positions."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 
