@@ -374,7 +374,7 @@ def attend_sequence(common, sequence, n, in_loop):
     ones) -> [G, T Q, K]. in_loop: whether it is the body of a loop, where XLA cannot merge a
     block's recomputation with its forward pass."""
     T = sequence.k_GxSxK.shape[1]
-    n *= max(1, T // (64 * n))  # at most 64 blocks, because each is compiled
+    n *= max(1, T // (64 * n))  # fewer than 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
                             static_argnums=(0, 1))
 
