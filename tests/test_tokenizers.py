@@ -427,8 +427,8 @@ def test_flags_of_begin_and_end_of_every_class_do_what_they_do_in_transformers(t
     {'added_tokens.json': {'<one>': 330, '<two>': 331}}, {'extra_special_tokens': ['<one>', '<two>']},
     {'additional_special_tokens': ['<one>', '<two>']}, {'pad_token': '<one>', 'mask_token': '<two>'},
     {'added_tokens_decoder': {str(330 + i): {
-        'content': content, 'lstrip': False, 'rstrip': False, 'normalized': False, 'single_word': False, 'special': True}
-        for i, content in enumerate(['<one>', '<two>'])}}], ids=lambda added: next(iter(added)))
+        'content': content, 'lstrip': False, 'rstrip': False, 'normalized': False, 'single_word': False,
+        'special': True} for i, content in enumerate(['<one>', '<two>'])}}], ids=lambda added: next(iter(added)))
 def test_tokens_that_are_added_beside_tokenizer_json_have_transformers_ids(tmp_path, name, added):
     from transformers import AutoTokenizer
     save_spaced(tmp_path, False)
