@@ -35,8 +35,8 @@ SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics')
 
 @functools.cache
 def open_clients():
-    """Returns (gcsfs's file system, the client of google-cloud-storage). Raises UserError without
-    the packages."""
+    """Returns (gcsfs's file system, the client of google-cloud-storage). Raises UserError if gcsfs
+    or google-cloud-storage is not installed."""
     try:
         import aiohttp
         import gcsfs
@@ -53,8 +53,8 @@ def open_clients():
 
 @contextlib.contextmanager
 def explained(url):
-    """Turns an exception of a request to `url` into a UserError of one line, or into TryAgain if it
-    is temporary. Each client raises exceptions of its own."""
+    """Turns an exception of the block, which sends requests to `url`, into a UserError of one line:
+    into a TryAgain if is_temporary(exception). A UserError passes unchanged."""
     try:
         yield
     except UserError:
@@ -130,9 +130,10 @@ def is_temporary(error):
 # one run at a time
 
 class Lease:
-    """The object `lock` in the folder of a run, whose text names the writer. Each write names the
-    generation that it replaces, so that the bucket refuses one of two writers. A thread renews the
-    lease. The lease is free if it was not renewed for LEASE seconds by the bucket's clock."""
+    """The lease of a run: the object `lock` in the folder of the run. The text of the object names
+    the process that holds the lease. Each write names the generation (the bucket's version number
+    of the object) that it replaces, so that the bucket refuses one of two writers. A thread renews
+    the lease. The lease is free if it was not renewed for LEASE seconds by the bucket's clock."""
 
     def __init__(self, folder):
         self.url = folder.url
@@ -144,9 +145,9 @@ class Lease:
         self.ended = threading.Event()  # it was given back, or another run has taken it
 
     def wait_until_free(self):
-        """Waits until the lease of another run has expired. Returns the generation that the next
-        holder replaces, 0 if there is no lease. Raises UserError if the other run renews its lease
-        meanwhile, because that run is alive."""
+        """Waits until the lease of another run has expired or was given back. Returns the
+        generation that the next holder replaces, 0 if there is no lease. Raises UserError if the
+        other run renews its lease meanwhile, because that run is alive."""
         first = None
         while True:
             text, found = self.read()
@@ -165,7 +166,8 @@ class Lease:
             time.sleep(min(left + 0.1, LEASE / 12))
 
     def read(self):
-        """Returns (text, blob) of the lease that is there now, ('', None) if there is none."""
+        """Returns (text, blob) of the object `lock` as it is now, ('', None) if there is none.
+        blob: google-cloud-storage's object."""
         from google.api_core.exceptions import NotFound
         with explained(self.url):
             blob = self.bucket.get_blob(self.name)
@@ -182,8 +184,9 @@ class Lease:
         return probe.updated
 
     def take(self, holder):
-        """Waits until the lease is free, takes it, and starts the thread that renews it. Raises
-        UserError if another run has it."""
+        """Waits until the lease is free, takes it in the name of `holder`, a text, and starts the
+        thread that renews it. Raises UserError if another run renews or takes the lease
+        meanwhile."""
         self.text = f'{holder} ({uuid.uuid4().hex})'
         self.generation = self.wait_until_free()
         self.confirm()
@@ -191,8 +194,8 @@ class Lease:
         threading.Thread(target=self.renew, daemon=True).start()
 
     def confirm(self):
-        """Renews the lease now, after which no other run can take it for LEASE seconds. Raises
-        UserError if another run has taken it."""
+        """Renews the lease now: from now on no other run can take it for LEASE seconds. Raises
+        UserError if another run has taken it already."""
         from google.api_core.exceptions import PreconditionFailed
         with self.mutex, explained(self.url):
             blob = self.bucket.blob(self.name)
@@ -209,8 +212,8 @@ class Lease:
             self.generation = blob.generation
 
     def renew(self):
-        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores errors, because the
-        next save raises an error that lasts."""
+        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores UserErrors: if one
+        lasts, the next save raises it."""
         while not self.ended.wait(LEASE / 4):
             with contextlib.suppress(UserError):
                 self.confirm()
@@ -241,8 +244,9 @@ class BucketRun:
     """The folder of a run in a bucket. It has the methods of DiskRun in checkpoints.py, which
     documents them.
 
-    `files` is a local copy of config.json, metrics.jsonl, tokenizer/ and the SMALL files of each
-    complete checkpoint. The process that holds the lease writes into `files` and uploads them."""
+    `files` is a local folder with a copy of config.json, metrics.jsonl, tokenizer/ and, of each
+    complete checkpoint, the files in SMALL. The process that holds the lease writes into `files`
+    and uploads them."""
 
     more_errors = (Exception,)  # each client raises exceptions of its own
     is_temporary = staticmethod(is_temporary)
@@ -258,7 +262,7 @@ class BucketRun:
 
     @property
     def checkpoints(self):
-        """The folder of the checkpoints, for Orbax."""
+        """The folder of the checkpoints as Orbax takes it: an epath.Path of gs://.../ckpt."""
         from etils import epath
         return epath.Path(self.folder.url) / 'ckpt'
 
@@ -273,8 +277,8 @@ class BucketRun:
         return ''
 
     def refresh(self):
-        """Copies changed files from the bucket to `files`, except the files that this run
-        writes."""
+        """Brings `files` up to date with the bucket. If this process holds the lease, only the
+        files in SMALL are copied, because it writes the others itself."""
         before = self.objects
         self.objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
@@ -294,8 +298,9 @@ class BucketRun:
                     self.uploaded[name] = file_state(path)
 
     def upload(self):
-        """Uploads changed files and deletes removed ones, if this process holds the lease. Raises
-        UserError if another run has taken it."""
+        """Uploads the files in `files` that have changed, except those of checkpoints, and deletes
+        from the bucket those that were removed. Does nothing if this process does not hold the
+        lease. Raises UserError if another run has taken it."""
         if not self.lease:
             return
         with self.mutex, explained(self.folder.url):
@@ -411,11 +416,13 @@ def differs_from_object(path, size, crc32c):
 # data sets
 
 def fetch_dataset(url):
-    """Copies the data set gs://bucket/folder to this machine, unless an identical copy is there,
-    and returns the local folder.
+    """Copies the data set gs://bucket/folder to this machine, below the folder JAX_TRANSFORMER_DATA
+    (by default ~/.cache/jax_transformer/data), unless a copy of the same objects is there. Returns
+    the local folder, a Path.
 
     If several processes of a machine call this, one fetches and the others wait. Raises UserError
-    for a data set that does not exist, and if the bucket refuses or does not answer."""
+    for a data set without train.bin, and if the bucket refuses, does not answer, or changes
+    meanwhile."""
     source = Folder(url)
     default = Path.home() / '.cache' / 'jax_transformer' / 'data'
     target = Path(os.environ.get('JAX_TRANSFORMER_DATA', default)) / source.path

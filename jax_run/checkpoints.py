@@ -73,8 +73,8 @@ class DiskRun:
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
-        """Returns a text with the paths in `files` replaced by those that the user knows: on a
-        disk, the text unchanged."""
+        """Returns `text` as the user may read it: with gs://... in place of `files` for a run in a
+        bucket; on a disk unchanged."""
         return str(text)
 
     def refresh(self):
@@ -90,9 +90,9 @@ class DiskRun:
         once."""
 
     def lock(self, holder):
-        """Takes the lock, in process 0 only, and writes `holder` into it. Returns the open file;
-        closing it frees the lock. Raises UserError if another run has the lock, or if the folder
-        cannot be written."""
+        """Takes the lock and writes the text `holder` into it. Only process 0 calls this. Returns
+        the open file; closing it frees the lock. Raises UserError if another run has the lock, or
+        if the folder cannot be written."""
         path = self.files / 'lock'
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,8 @@ class DiskRun:
 
     def differs(self, step, name, expected):
         """Returns whether the file `name` in the checkpoint folder `step` is missing or has
-        changed. expected: its entry in checksums.json."""
+        changed. expected: its entry in checksums.json, a CRC-32, or [size, CRC-32C] if the
+        checkpoint was written in a bucket."""
         path = step / name
         if not path.is_file():
             return True
@@ -136,7 +137,8 @@ class DiskRun:
         return checksum(path) != expected
 
     def set_aside(self, step, free):
-        """Renames the folder `step` of a damaged checkpoint to `free`."""
+        """Renames the folder `step` of a damaged checkpoint to `free`, a path that does not exist
+        yet."""
         os.rename(step, free)
 
     def write_metrics(self, step, text):
@@ -155,9 +157,9 @@ class DiskRun:
 
 
 def open_checkpoints(out_dir, keep=2, since=0):
-    """Returns Orbax's manager of out_dir/ckpt. It keeps the latest `keep` checkpoints, and of those
-    after iteration `since` the one with the lowest validation loss: the losses before are of other
-    data. Raises UserError if out_dir cannot be written."""
+    """Returns Orbax's manager of out_dir/ckpt. It keeps the latest `keep` checkpoints, and also the
+    one with the lowest validation loss of all after iteration `since`: the losses before are of
+    other data. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
@@ -216,11 +218,12 @@ def quiet_orbax():
 
 
 def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the one checkpoint in `folder` that is complete
-    except for its final name. Then waits until all of its files are on the disk.
+    """Writes checksums.json, {file: CRC-32}, into the checkpoint in `folder`, ckpt/, that is
+    complete except for its final name. Then waits until its files and metrics.jsonl are on the
+    disk.
 
     Orbax calls this function in one process, before it renames the checkpoint, and drops the
-    checkpoint if it raises."""
+    checkpoint if it raises. Raises RuntimeError if there is no such checkpoint."""
     steps = list(folder.glob(UNFINISHED))
     if not steps:
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
@@ -241,7 +244,8 @@ def write_checksums(folder):
 
 
 def sync(path):
-    """Waits until a file, or the list of names in a folder, is on the disk (fsync)."""
+    """Waits until a file, or the list of names in a folder, is on the disk (fsync). Does nothing on
+    Windows."""
     if os.name != 'posix':
         return  # Windows does not open folders
     file = os.open(path, os.O_RDONLY)
@@ -328,8 +332,9 @@ def list_steps(folder):
 
 
 def read_val_loss(step, since=0):
-    """Returns the validation loss of the checkpoint in the folder `step`: infinity if it has none
-    or is not of an iteration after `since`, -infinity if its metrics are damaged."""
+    """Returns the validation loss of the checkpoint in the folder `step`. It is -infinity if the
+    metrics are damaged; else infinity if there are none, or if the checkpoint is of iteration
+    `since` or earlier."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -343,15 +348,16 @@ def read_val_loss(step, since=0):
 
 
 def data_since(manifest):
-    """Returns the iteration at which a run began with its present data, 0 if its data never
-    changed. manifest: of a checkpoint, None if an earlier version wrote it."""
+    """Returns the iteration from which on a run has trained on its present data: that of the last
+    resume with other data, 0 if there was none. manifest: that of a checkpoint; None, as of an
+    earlier version, gives 0."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
 
 def read_data_since(step):
-    """Returns the iteration at which the run of a checkpoint began with its present data: 0 if they
-    never changed, or if the checkpoint is damaged. step: the folder of the checkpoint."""
+    """Returns the iteration from which on the run of a checkpoint has trained on its present data,
+    see data_since; 0 if the checkpoint is damaged. step: the folder of the checkpoint."""
     try:
         return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
@@ -359,8 +365,10 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns {'iteration', 'digests'}, which identify a checkpoint in a result. There is a digest
-    of its manifest, and one of the checksums of each item. meta: the metadata of the checkpoint."""
+    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result, as of an
+    evaluation, names the checkpoint that it was computed with. There is a digest of the manifest,
+    and one of the checksums of each item (folder) of the checkpoint. meta: the metadata of the
+    checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
@@ -384,9 +392,10 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     """Saves the state after iter_num iterations. Returns once the values are copied; writing is
     asynchronous.
 
-    meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
-    a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
-    one before it cannot be written (a full disk)."""
+    manager: of open_checkpoints. state: a TrainState. meta: JSON metadata, see OutDir.save.
+    val_loss: the validation loss, which makes the checkpoint a candidate for the best; None without
+    an evaluation. Raises UserError if this checkpoint or the one before it cannot be written (a
+    full disk), and if the folder holds later ones."""
     import orbax.checkpoint as ocp
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
@@ -410,9 +419,9 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
 
 
 def as_replicated_global_array(x):
-    """Returns an array on this process's devices as a global array, replicated over the devices of
-    all processes, as Orbax expects it. pmap returns such local arrays if there are several
-    processes. Any other x is returned unchanged."""
+    """Returns `x`, a jax.Array on this process's devices alone, as a global array that is
+    replicated over the devices of all processes, as Orbax expects it. pmap returns such local
+    arrays if there are several processes. Any other `x` is returned unchanged."""
     if not isinstance(x, jax.Array) or not x.is_fully_addressable:
         return x
     copies = [copy.data for copy in x.addressable_shards]
@@ -421,7 +430,8 @@ def as_replicated_global_array(x):
 
 
 def cannot_write(what, manager, error):
-    """Returns the message for a checkpoint that cannot be written."""
+    """Returns the message for a checkpoint that cannot be written. what: its name in the message.
+    error: the exception that `manager` has raised."""
     folder = manager.directory
     reason = str(error)[:200]
     try:
@@ -440,7 +450,7 @@ def run_of(manager):
 
 def add_val_loss(manager, step, val_loss):
     """Adds val_loss to checkpoint `step` if it was saved without an evaluation, as after a signal.
-    The checkpoint can then be chosen as the best."""
+    The checkpoint can then be chosen as the best. All processes call this."""
     run = run_of(manager)
     path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():
@@ -452,8 +462,8 @@ def add_val_loss(manager, step, val_loss):
 
 
 def finish_checkpoints(manager):
-    """Waits until all checkpoints are on disk. Raises UserError if the last one cannot be
-    written."""
+    """Waits until all checkpoints are on disk, and closes `manager`. Raises UserError if the last
+    one cannot be written."""
     run = run_of(manager)
     try:
         manager.wait_until_finished()
@@ -465,7 +475,8 @@ def finish_checkpoints(manager):
 
 
 def opt_state_item(state):
-    """Returns the parts of a TrainState that a checkpoint keeps in its folder opt_state."""
+    """Returns what a checkpoint keeps of a TrainState in its folder opt_state: {'step',
+    'opt_state', 'loss_scale'}."""
     return {'step': state.step, 'opt_state': state.opt_state, 'loss_scale': state.loss_scale}
 
 
@@ -475,8 +486,9 @@ def opt_state_item(state):
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
-    If one of its `items` is damaged, stderr says so, and the newest intact checkpoint is taken
-    instead. Raises UserError if there is no intact checkpoint."""
+    If one of its `items`, folders, is damaged, stderr says so, and the newest intact checkpoint is
+    taken instead; if none is intact, one that has only lost its checksums. Raises UserError if
+    there is none of these."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
@@ -523,9 +535,9 @@ def has_checksums(run, path):
 
 
 def open_checkpoint(run, step, items=ITEMS, is_checked=True):
-    """Returns the metadata of checkpoint `step`. Raises UserError if one of its `items` is damaged,
-    or if it is not a checkpoint of this program. run: a DiskRun or BucketRun. is_checked: whether
-    checksums are compared."""
+    """Returns the metadata of checkpoint `step`, an iteration. Raises UserError if one of its
+    `items` is damaged, or if it is not a checkpoint of this program. run: a DiskRun or BucketRun.
+    is_checked: whether checksums are compared."""
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
     # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.
@@ -542,9 +554,10 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
 
 
 def read_meta(step, is_checked=True):
-    """Returns the metadata of the checkpoint in the folder `step`. Raises an exception if it is not
-    a checkpoint of this program, if this version does not know its model, or if is_checked and its
-    checksums are missing."""
+    """Returns the metadata of the checkpoint in the folder `step`, a dict; the path of its
+    tokenizer is made relative to the current folder. Raises an exception if it is not a checkpoint
+    of this program, if this version does not know its model, or if is_checked and it lacks the
+    checksums that its metadata promises."""
     meta = read_json(step / 'meta' / 'metadata')
     if meta.get('format', FORMAT) > FORMAT:  # earlier versions wrote none
         raise ValueError(f"it has format {meta['format']}, of a later version; this one reads "
@@ -594,8 +607,9 @@ def restore_items(out_dir, step, items):
 
 
 def load_checkpoint(out_dir: str | Path, step: int, state: Any) -> Any:
-    """Returns the TrainState of checkpoint `step`. state: its abstract tree. Raises UserError if
-    the checkpoint does not fit it."""
+    """Returns `state` with the weights, the optimizer's state, the number of updates and the loss
+    scale of checkpoint `step`. state: an abstract TrainState, as of Layout.abstract_state. Raises
+    UserError if the checkpoint does not fit it."""
     restored = restore_items(
         out_dir, step, {**state.weight_sets(), 'opt_state': opt_state_item(state)})
     others = restored.pop('opt_state')

@@ -43,10 +43,13 @@ def files_of(folder):
 
 
 def read_run(folder, x):
-    """Returns {'flags', 'points': [(x, train, val)], 'unit', 'speed', ...} of the run in a folder.
+    """Returns a dict of the run in a folder: 'folder', 'flags', 'points' (a list of (x, train,
+    val), one for each evaluation), 'unit' of train and val, 'best' (the lowest val on the run's
+    present data), 'val_data' (a digest, '' if not known), 'seconds' and 'speed' (tokens per second,
+    the median).
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
-    it has no evaluation."""
+    the run has no evaluation."""
     files = files_of(folder)
     settings = read_json(files / 'config.json', optional=True)
     sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
@@ -84,8 +87,8 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest in the latest checkpoint that can be read; None if there is none, or if
-    an earlier version wrote it. files: the folder of the run."""
+    """Returns the manifest in the latest checkpoint that can be read; None if no checkpoint can be
+    read, or if an earlier version wrote it, without a manifest. files: the folder of the run."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')
@@ -95,8 +98,9 @@ def read_manifest(files):
 
 
 def mark_val_data(runs):
-    """Prints a line if runs have been evaluated on different data. Sets run['marked'] of each run
-    to its column of the table, {'val data': digest}, or to {} if no difference is known."""
+    """Prints a line if `runs`, of read_run, have been evaluated on different data, and sets
+    run['marked'] of each of them. It is then {'val data': digest}, a column of the table, with '?'
+    for an unknown digest; it is {} if no difference is known."""
     known = {run['val_data'] for run in runs if run['val_data']}
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}
@@ -106,7 +110,8 @@ def mark_val_data(runs):
 
 
 def print_table(runs):
-    """Prints a line for each run: the flags that differ, and the losses."""
+    """Prints a line for each of `runs`, of read_run: the flags that differ, the best and the last
+    validation loss, the speed and the seconds."""
     names = sorted({name for run in runs for name in run['flags']} - WITHOUT_EFFECT)
     different = []
     for name in names:
@@ -126,7 +131,8 @@ def print_table(runs):
 
 
 def draw(runs, x):
-    """Draws the curves of all runs, val solid and train dotted. Returns the figure."""
+    """Draws the curves of `runs`, of read_run: val solid and train dotted. x: the label of the
+    horizontal axis. Returns the figure."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

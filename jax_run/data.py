@@ -27,9 +27,9 @@ class DataChanged(UserError):
 
 
 def open_tokens(path, dtype, row_length=None):
-    """Maps the numbers of a file without a header into memory: an array [n_numbers], or [n_rows,
-    row_length] without an incomplete last row. The array stays with the file that was opened, even
-    if another file gets its name."""
+    """Maps the numbers in a file without a header into memory: a read-only array of `dtype`,
+    [n_numbers], or, with row_length, [n_rows, row_length] without an incomplete last row. The array
+    stays with the file that was opened, even if another file gets its name."""
     numbers = np.memmap(path, dtype, 'r')
     if row_length:
         return numbers[:len(numbers) // row_length * row_length].reshape(-1, row_length)
@@ -45,9 +45,9 @@ def read_at_random(array):
 
 
 def read_soon(array, starts, n_bytes):
-    """Tells the system which parts of an array of open_tokens are read next: n_bytes from each of
-    `starts`, in bytes. It fetches them together; after read_at_random it would fetch page by
-    page."""
+    """Tells the system which parts of an array of open_tokens are read next: n_bytes bytes from
+    each of `starts`, offsets in bytes. The system then fetches them together; otherwise, after
+    read_at_random, it would fetch page by page."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_WILLNEED'):
         for start in starts:
@@ -57,7 +57,8 @@ def read_soon(array, starts, n_bytes):
 
 def check_not_cut(array):
     """Raises DataChanged if the file of an array of open_tokens has become shorter. To read behind
-    its end would kill this process by SIGBUS, without a message. Other arrays pass."""
+    its end would kill this process by SIGBUS, without a message. An array that is not of
+    open_tokens passes."""
     file = getattr(array, '_mmap', None)
     if file is not None and file.size() < array.nbytes:
         raise DataChanged(f'{array.filename} was cut short while it was read: it has '
@@ -86,7 +87,8 @@ SPLITS = ('train', 'val')
 
 
 def check_meta(meta):
-    """Checks the values of a meta.json. Raises ValueError or KeyError."""
+    """Raises an exception, such as ValueError or KeyError, unless the values in `meta`, the content
+    of a meta.json, are there and valid."""
     for name in ('vocab_size', 'row_length', 'max_id'):
         is_optional = name != 'vocab_size'
         if type(meta[name]) is not int and not (is_optional and meta[name] is None):
@@ -116,11 +118,13 @@ def check_meta(meta):
 
 def load_dataset_meta(data_dir):
     """Reads the meta.json of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
-    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}. From
-    max_id on, missing keys are None. Data of the kinds 'chats' and 'pairs' have masks.
+    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}. The
+    first three must be there; of the others a missing one is None. Data of the kinds 'chats' and
+    'pairs' have masks.
 
-    A folder without meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises UserError for a
-    missing data set and a damaged meta.json."""
+    A folder with train.bin but no meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises
+    UserError for a missing data set, a damaged meta.json, and nanoGPT's meta.pkl without a
+    meta.json."""
     data_dir = relative_path(data_dir)
     path = data_dir / 'meta.json'
     meta = dict.fromkeys(COUNTED) | NANOGPT_META
@@ -146,8 +150,8 @@ def load_dataset_meta(data_dir):
 
 def byte_scale(meta, split):
     """Returns the bytes of a split's text, divided by the bytes of its tokens as load_token_bytes
-    counts them. It is below 1 if the tokenizer puts a space before each text. It is 1 if meta.json
-    has no counts, as in older data sets."""
+    counts them. It is below 1 if the tokenizer puts a space before each text. It is 1 if `meta`, of
+    load_dataset_meta, has no counts, as of older data sets. split: 'train' or 'val'."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
@@ -155,13 +159,13 @@ def byte_scale(meta, split):
 
 def load_dataset(data_dir, block_size):
     """Opens data_dir/{train,val}.bin as prepare.py wrote them. If meta.json holds max_id (the
-    largest id) and the numbers of tokens, only the sizes are checked. Otherwise all tokens are
-    read, a share in each process.
+    largest id) and the numbers of tokens, these are trusted, and only the sizes of the files are
+    compared with them. Otherwise all tokens are read, a share in each process.
 
     Returns ({'train': array, 'val': array}, vocab_size, tokenizer description), see
-    load_dataset_meta; an array is [n_tokens], or [n_rows, block_size + 1] if the data set was
-    prepared in rows. Raises UserError for missing, short or damaged files, rows of another length,
-    and token ids outside the vocabulary."""
+    load_dataset_meta; an array is uint16 or uint32 [n_tokens], or [n_rows, block_size + 1] if the
+    data set was prepared in rows. Raises UserError for missing, short or damaged files, rows of
+    another length, and token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
 
@@ -194,8 +198,9 @@ def load_dataset(data_dir, block_size):
 
 
 def check_size(path, meta, split, block_size):
-    """Raises UserError unless the file of a split has as many tokens as its meta.json says, and
-    more than block_size."""
+    """Raises UserError unless `path`, the file of a split, has a whole number of tokens, more of
+    them than block_size, and as many as `meta` says, if it says how many. meta: of
+    load_dataset_meta."""
     if not path.exists():
         raise UserError(f'there is no {path}; {remedy_for(path.parent)}')
 
@@ -220,12 +225,13 @@ def check_size(path, meta, split, block_size):
 
 
 def load_masks(data_dir, splits):
-    """Opens the masks of a data set, data_dir/{train,val}_mask.bin. Returns {split: array with the
-    shape of the tokens}, or {} for a data set without masks, in which all tokens count.
+    """Opens the masks of a data set, data_dir/{train,val}_mask.bin. splits: {split: tokens}, as of
+    load_dataset. Returns {split: uint8 array with the shape of the tokens}, or {} for a data set
+    without masks, in which all tokens count.
 
     A mask has a byte for each token: 1 if it counts in the loss, as an assistant's tokens do, else
-    0. In packed rows it is 2 at the start of a conversation or of the padding. Raises UserError for
-    a mask that is missing or of another length."""
+    0; but in packed rows 2 at the start of a conversation or of the padding. Raises UserError for a
+    mask that is missing or of another length."""
     data_dir = relative_path(data_dir)
     paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
     are_there = [path.exists() for path in paths.values()]
@@ -247,9 +253,10 @@ def load_digests(data_dir):
 
 
 def load_ends(path, n_tokens):
-    """Reads where each conversation of a split ends, int64. n_tokens: of the split. Raises
-    UserError if the file is missing, or unless the number of conversations is even, each has at
-    least two tokens, and the last ends at n_tokens."""
+    """Returns where each conversation of a split ends, int64 [n_conversations]: the number of
+    tokens up to and with its last one. path: of the file. n_tokens: of the split. Raises UserError
+    if the file is missing, or unless the number of conversations is even, each has at least two
+    tokens, and the last ends at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:

@@ -16,7 +16,8 @@ COLLECTION = 'intermediates'  # flax's name for the collected outputs
 
 
 def look_inside(model, ids, part):
-    """Computes intermediate results of a TextModel for the tokens `ids`, float32, by `part`:
+    """Computes an intermediate result of a TextModel for the T tokens `ids` and returns it as a
+    float32 array. V is the size of the vocabulary, D the width, H the number of heads. part:
     - 'logits' [T, V], for the token after each token;
     - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
       the last after the final norm, as transformers' output_hidden_states;
@@ -24,7 +25,8 @@ def look_inside(model, ids, part):
       for each key (last axis), as transformers' output_attentions. With a sink, a row adds up to
       less than 1.
 
-    Raises UserError for no tokens or too many, and for several devices."""
+    Raises UserError for no tokens, for more than the context has, and for a model on several
+    devices."""
     if len(model.layout.devices) > 1:
         raise UserError(f'{part} is for a model on one device: load it without tensor and expert')
     config = model.config
@@ -50,7 +52,8 @@ def look_inside(model, ids, part):
 
 @functools.partial(jax.jit, static_argnames=('config', 'part'))
 def compute_part(params, idx_1xT, *, config, part):
-    """Computes what look_inside returns, for one padded row and with the padding."""
+    """Computes what look_inside returns, but with the padding. idx_1xT: int32 [1, T], the ids of
+    one text, padded at the end."""
     model = GPT(config)
     if part == 'logits':
         return model.apply({'params': params}, idx_1xT)[0]

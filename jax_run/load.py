@@ -1,5 +1,5 @@
-"""Loads the weights of a run of ours. LoRA's updates are merged into their base, or the base is
-loaded alone, frozen for training."""
+"""Loads the weights of a run of train_jax.py. LoRA's updates are merged into their base, or the
+base is loaded alone, frozen for training."""
 import os
 
 import jax
@@ -18,8 +18,8 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 def load_frozen(lora, config, layout):
     """Loads the frozen weights of a LoRA run. Returns ({'weights', 'scale'} for TrainState.frozen,
-    the checksum of the weights). lora: the LoRA entry of a checkpoint. Raises UserError as
-    load_base does."""
+    the checksum of the weights). Matrices are int8 if the run has --quantize; scale is alpha /
+    rank. lora: the LoRA entry of a checkpoint, see Model. Raises UserError as load_base does."""
     change = quantize_param if lora['quantize'] else None
     weights, crc = load_base(lora, config, layout, change)
     scale = layout.device_put(np.float32(lora['alpha'] / lora['rank']))
@@ -27,7 +27,8 @@ def load_frozen(lora, config, layout):
 
 
 def load_merged(lora, config, layout, updates):
-    """Loads the base of a LoRA run and adds `updates` to its weights. Returns the parameters,
+    """Loads the base of a LoRA run and adds `updates`, LoRA's, to its weights. If the run has
+    --quantize, its matrices are rounded to int8 first, as in training. Returns the parameters,
     float32. Raises UserError as load_base does."""
     updates = flatten_dict(updates)
 
@@ -50,8 +51,9 @@ def merge_updates(weights, lora, updates):
 
 
 def merge(path, array, lora, updates):
-    """Returns a frozen parameter in float32, plus its update if `updates` has one. path: of the
-    parameter in the tree. updates: {path: array}."""
+    """Returns `array`, a frozen parameter, in float32, plus its update if `updates` has one. path:
+    of the parameter in the tree, a tuple of names. updates: {path of a parameter, with 'a' or 'b'
+    at its end: array}."""
     array = as_kernel(array).to_float32(path[-1] != 'kernel')
     if (*path, 'a') in updates:
         a = np.asarray(updates[*path, 'a'])
@@ -62,7 +64,8 @@ def merge(path, array, lora, updates):
 
 def load_base(lora, config, layout, change):
     """Loads the weights of the model that LoRA updates. Returns (weights, checksum), as
-    load_weights does. Raises UserError if the model has moved or changed."""
+    load_weights does. lora: see load_frozen. change: see load_weights. Raises UserError if the
+    model has moved or changed."""
     check_place(lora)
     params, crc = load_start_weights(lora['base'], config, layout, change)
     check_checksum(lora, crc)
@@ -70,7 +73,8 @@ def load_base(lora, config, layout, change):
 
 
 def check_place(lora):
-    """Raises UserError if the model that LoRA updates has moved."""
+    """Raises UserError if the model that LoRA updates, lora['base'], has moved: if nothing is at
+    its absolute path, or no checkpoint at its URL. A name on the hub passes."""
     base = lora['base']
     has_gone = os.path.isabs(base) and not os.path.exists(base)
     if is_url(base):
@@ -94,7 +98,7 @@ def check_checksum(lora, crc):
 def load_start_weights(source, config, layout, change=None):
     """Loads the parameters that a run starts from. Returns (parameters, checksum), as load_weights
     does. source: a pretrained model, or the checkpoint of a run, out_dir/ckpt/ITERATION. LoRA's
-    updates in the checkpoint are merged."""
+    updates in the checkpoint are merged. change: see load_weights."""
     if not is_checkpoint(source):
         return load_weights(source, config, layout, change)
 
@@ -117,10 +121,11 @@ def load_start_weights(source, config, layout, change=None):
 
 
 def load_run(out_dir, which='best', layout=None, base=''):
-    """Loads a run's model: (config, params, metadata) of its best or latest checkpoint.
+    """Loads a run's model: (config, params, metadata) of a checkpoint. which: 'best' or 'latest'.
 
-    The params are sharded as `layout` says (by default, on the first device), with LoRA's
-    updates merged. base: see move_base. Raises UserError if there is no checkpoint."""
+    The params are sharded as `layout` says (by default, on the first device), with LoRA's updates
+    merged. base: see move_base; '' to keep the known place. Raises UserError if there is no
+    checkpoint."""
     layout = layout or setup_distributed_training(jax.devices()[:1])
     config, params, lora, meta = restore_run(out_dir, which, layout, base)
     if lora:

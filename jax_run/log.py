@@ -98,8 +98,9 @@ class RunLog:
 
     def iteration(self, iter_num, metrics):
         """Logs iteration iter_num on a CPU. Elsewhere logs the iteration before, so that the host
-        does not wait for the step that has just begun. metrics: None for an iteration without an
-        update, because none of its tokens counts."""
+        does not wait for the step that has just begun. metrics: {name: scalar on the device} of the
+        step; None for an iteration without an update, because none of its tokens counts in the
+        loss."""
         self.flush()
         if metrics is None:
             self.bar.update()
@@ -113,7 +114,9 @@ class RunLog:
             self.flush()
 
     def flush(self):
-        """Fetches the pending metrics and logs them. Raises UserError if they are not finite."""
+        """Fetches the metrics of the pending iteration and logs them. Raises NotFinite, a
+        UserError, if the loss or the norm of the gradients is not finite. With float16 the norm may
+        be infinite while the loss scale is at least 1: that update was skipped."""
         if self.pending is None:
             return
         iter_num, metrics = self.pending
@@ -144,7 +147,7 @@ class RunLog:
             self.write(iter_num, metrics)
 
     def write(self, iter_num, metrics):
-        """Records and prints an iteration."""
+        """Writes an iteration to metrics.jsonl and to the screen. metrics: {name: float}."""
         # the mean of the iterations since the line before; the next line's begins now
         now = time.perf_counter()
         seconds = (self.seconds + now - self.start) / self.n_timed
@@ -171,8 +174,8 @@ class RunLog:
     # --- evaluations
 
     def evaluation(self, iter_num, losses, sample=''):
-        """Logs `losses`, as estimate_losses returns them, and `sample`, a text by the model. Raises
-        UserError if the losses are not finite."""
+        """Logs `losses`, as estimate_losses returns them, and `sample`, a text by the model, and
+        draws loss.png. Raises NotFinite, a UserError, if a loss is not finite."""
         # {'val': {'loss': ...}} becomes 'val_loss'; one data set of several, {'val_web': {'loss':
         # ...}}, becomes 'val_loss_web'
         flat = {}
@@ -209,7 +212,8 @@ class RunLog:
 
 
 def start_wandb(**settings):
-    """Starts a wandb run; with the id of an earlier run it continues that one.
+    """Starts a wandb run and returns it. settings: arguments of wandb.init; with the id of an
+    earlier run that run is continued.
 
     Raises UserError if wandb does not start."""
     try:
@@ -231,10 +235,11 @@ class NotFinite(UserError):
 class MetricsLog:
     """The file out_dir/metrics.jsonl, one JSON object per line.
 
-    Opening it for iteration `iter_num` drops the records of an earlier run from there on, and an
-    incomplete last line, so that every iteration is there once after a resume. An evaluation at
-    iter_num is kept, and not written again. If other lines cannot be read, a message says so, they
-    are left out, and the old file is kept as metrics.jsonl.damaged.
+    Opening it for iteration `iter_num` drops an earlier run's records of iterations from iter_num
+    on, and an incomplete last line, so that every iteration is there once after a resume. Only an
+    evaluation at iter_num is kept, and not written again. With iter_num=0 all is dropped. If other
+    lines cannot be read, a message says so, they are left out, and the old file is kept as
+    metrics.jsonl.damaged.
 
     If a line cannot be written, for example on a full disk, it is written with a later one."""
 
@@ -346,10 +351,10 @@ FEW_EVALUATIONS = 10
 
 
 def plot_losses(out_dir):
-    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of at most 5,000 of the logged
-    iterations, and the losses of training and validation data of every evaluation. With fewer than
-    FEW_EVALUATIONS the iterations are drawn smoothed, too, because two or three points are no
-    curve.
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, and the
+    losses of training and validation data of the evaluations, at most 5,000 points of each. With
+    fewer than FEW_EVALUATIONS evaluations a smoothed curve of the iterations is drawn, too, because
+    two or three points are no curve.
 
     Reads the file line by line and keeps 16 bytes per point, because all records of a long run
     would fill the memory."""

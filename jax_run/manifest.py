@@ -2,7 +2,7 @@
 devices.
 
 Every checkpoint keeps it in its metadata. A resume compares the data, and several processes compare
-the whole manifest before they train together. It holds no path, host or user name.
+what `flatten` returns before they train together. It holds no path, host or user name.
 
 | key | |
 |---|---|
@@ -72,10 +72,10 @@ def open_manifest(run, data, config):
     """Makes the manifest of a run, and compares it with the other processes' manifests. In a resume
     it compares the data with the checkpoint's.
 
-    run: a Run. data: of open_data. config: of the run's Program. Returns the manifest. If the data
-    have changed, the best validation loss begins anew, see begins_anew. Raises UserError if
-    processes differ, and for other data than the checkpoint's, unless --dataset is on the command
-    line."""
+    run: a Run. data: of open_data. config: the GPTConfig of the run's Program. Returns the
+    manifest. If the data have changed, the best validation loss begins anew, see begins_anew.
+    Raises UserError if processes differ, and for other data than the checkpoint's, unless the user
+    gave --init_from=resume, and --dataset on the command line."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -92,7 +92,8 @@ def open_manifest(run, data, config):
 
 
 def make_manifest(run, data, config):
-    """Returns the manifest of a run that begins, see the head of this file."""
+    """Returns the manifest of a run that begins now in this process, see the head of this file;
+    `earlier` and `earlier_data` are empty. run, data, config: see open_manifest."""
     start = 'pretrained' if run.model.source else 'scratch'
     return {
         'format': FORMAT,
@@ -115,13 +116,14 @@ def make_manifest(run, data, config):
 
 
 def flags_of(run):
-    """Returns the flags of a Run that a manifest holds."""
+    """Returns {name: value}, the flags of a Run without those in NOT_IN_MANIFEST."""
     return {name: value for name, value in run.flags.items() if name not in NOT_IN_MANIFEST}
 
 
 def flatten(manifest):
-    """Returns {description: value} for the values of a manifest, so that a message can name what
-    differs. The names of the data sets are left out, because each process may have its own
+    """Returns {description: value} of what several processes must have in common: data, tokenizer,
+    source files, versions, settings, dtype, attention and experts. A message names what differs by
+    the description. The names of the data sets are left out, because each process may have its own
     folders."""
     values = {}
     for i, one in enumerate(manifest['data']):
@@ -184,8 +186,10 @@ def find_settings():
 
 
 def find_changed(known, now):
-    """Compares a manifest `known` with a later one. Returns {part: {name: [before, now]}} of the
-    differences, without flags that do not change the iterations."""
+    """Compares a manifest `known` with a later one, `now`, except for the data. Returns {part:
+    {name: [before, now]}} of the differences; a name that only one of them has is left out, and so
+    are flags that do not change the iterations. The part 'chosen' has dtype, attention and
+    experts."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]
@@ -200,8 +204,9 @@ def find_changed(known, now):
 
 
 def list_changes(changed, there):
-    """Returns a line for each difference of find_changed: 'version jax: 0.9 in the run, 0.10 here'.
-    there: what has the first manifest, as 'the run'."""
+    """Returns a list of a line for each difference in `changed`, of find_changed, except those of
+    devices: 'version jax: 0.9 in the run, 0.10 here'. there: where the first manifest is from, as
+    'the run'."""
     return [f'{shown}{name}: {before or "none"} in {there}, {after or "none"} here'
             for part, shown in (('sources', 'source '), ('versions', 'version '),
                                 ('settings', 'setting '), ('flags', 'flag '), ('chosen', ''))
@@ -255,8 +260,8 @@ def describe_file(array, sha256=None):
 
 
 def spread_blocks(n_bytes):
-    """Returns the offsets in bytes at which the blocks of describe_file start. The first block is
-    at the start of the file, the last one at its end."""
+    """Returns the offsets in bytes at which the blocks of describe_file start. n_bytes: of the
+    file. The first block is at the start of the file, the last one at its end."""
     if n_bytes <= N_BLOCKS * BLOCK:
         return range(0, n_bytes, BLOCK)
     last = n_bytes - BLOCK
@@ -286,7 +291,8 @@ def find_changes(before, now):
 
 
 def find_change(before, now):
-    """Returns how a file of the manifest has changed, '' if no change is known."""
+    """Returns how a file has changed, '' if no change is known. before, now: of describe_file; None
+    if there is no such file."""
     if not before or not now:
         return 'not there now' if before else 'not there before'
     if before['bytes'] != now['bytes']:
@@ -299,8 +305,8 @@ def find_change(before, now):
 
 
 def continue_data(run, data):
-    """Returns the `earlier_data` of a run that is resumed with `data`. Raises UserError for changed
-    data that the user did not ask for; see open_manifest."""
+    """Returns the `earlier_data` of a run that is resumed. data: the `data` of this process's
+    manifest. Raises UserError for changed data that the user did not ask for; see open_manifest."""
     known = run.resumed.get('manifest')
     if not known:
         print('the checkpoint is of an earlier version and does not say of which data it is: they '
@@ -350,14 +356,14 @@ def describe_tokenizer(tokenizer):
 # code
 
 def digest(value):
-    """Returns a digest of a JSON value."""
+    """Returns a digest of a JSON value, 16 hex digits of its SHA-256."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def digest_sources():
-    """Returns {path: digest} of the source files of this process. The line ends of a checkout do
-    not matter."""
+    """Returns {path: digest} of this program's source files: train_jax.py, jax_*.py and jax_*/*.py.
+    The line ends of a checkout do not matter."""
     root = Path(__file__).parents[1]
     paths = [*root.glob('train_jax.py'), *root.glob('jax_*.py'), *root.glob('jax_*/*.py')]
     sources = {}
@@ -368,7 +374,8 @@ def digest_sources():
 
 
 def find_versions():
-    """Returns the versions of Python and of the libraries that compute."""
+    """Returns {name: version} of Python and of the libraries that compute; 'unknown' for a library
+    that no package manager has installed."""
     versions = {'python': platform.python_version()}
     for name in LIBRARIES:
         try:

@@ -13,8 +13,9 @@ FEW = 50  # with fewer iterations than this, a line says so
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
-    """Times training steps and an evaluation. Returns the max_iters that fit into the run's
-    minutes, counted from clock.started. All processes call this and get the same number.
+    """Times training steps and an evaluation. Returns max_iters: the iterations that the run has
+    made, and at least one more, as many as fit into its --minutes, counted from clock.started. All
+    processes call this and get the same number.
 
     state: a TrainState like the run's; it is used up. step: the compiled step. make_batch: a
     function of the iteration. evaluate: a function of the state. clock: a Stopwatch. stop: the
@@ -85,7 +86,8 @@ def time_iterations(state, step, make_batch, must_stop):
 
 
 def first_batch(make_batch, iteration=0):
-    """Returns the first batch from `iteration` on that has a token that counts in the loss."""
+    """Returns the first batch from `iteration` on that has a token that counts in the loss: that is
+    not None."""
     batch = make_batch(iteration)
     while batch is None:
         iteration += 1

@@ -26,8 +26,8 @@ class Model:
 
 def with_block_size(config, block_size, source):
     """Returns the config of a trained model for sequences of block_size tokens. A table of learned
-    positions is truncated. A model with RoPE keeps its context if that is longer; otherwise it gets
-    a longer one, and a line says so. Raises UserError if the table is too short.
+    positions is truncated; a UserError is raised if it is too short. With RoPE the config's
+    block_size is kept if it is large enough; otherwise it becomes block_size, and a line says so.
 
     source: the name of the model, for messages."""
     if config.position == 'learned':

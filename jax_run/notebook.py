@@ -26,13 +26,14 @@ SCRIPT = Path(__file__).parent.parent / 'train_jax.py'
 
 
 def train(config='', **flags):
-    """Trains as `python train_jax.py CONFIG --name=value ...` does. Returns (the model, as
-    jax_text.load gives it; the records of metrics.jsonl), or None with eval_only.
+    """Trains as `python train_jax.py CONFIG --name=value ...` does. config: the path CONFIG, '' for
+    none. flags: name=value. Returns (the model, as jax_text.load gives it; the records of
+    metrics.jsonl), or None with eval_only.
 
     In a notebook it shows loss.png, drawn again at each evaluation. An interrupt saves and returns
-    what has been trained; a second interrupt ends the training at once, without saving.
-    Raises UserError for everything that the script refuses and for settings that come too late for
-    this process, and KeyboardInterrupt if nothing has been saved."""
+    what has been trained; a second interrupt ends the training at once, without saving. Raises
+    UserError for everything that the script refuses and for settings that come too late for this
+    process, and KeyboardInterrupt if nothing has been saved."""
     check_process(flags)
     arguments = [str(config)] if config else []
     arguments += [f'--{name}={value}' for name, value in flags.items()]
@@ -62,7 +63,9 @@ def compare(folders, x='iterations'):
 
 
 def check_process(flags):
-    """Raises UserError for flags that this process cannot follow."""
+    """Raises UserError outside of the main thread, and for `flags`, {name: value}, that this
+    process cannot follow: those of several processes, and deterministic once JAX has started with a
+    GPU or TPU."""
     if threading.current_thread() is not threading.main_thread():
         raise UserError('train() runs in the main thread, which alone sees an interrupt')
     if flags.get('deterministic') and is_initialized() and jax.default_backend() != 'cpu':
@@ -92,8 +95,8 @@ def notebook():
 
 @contextlib.contextmanager
 def watched():
-    """Yields a list that gets the Run that begins inside the block. In a notebook it also shows the
-    run's loss.png."""
+    """Yields a list, into which the Run that begins inside the block is put. In a notebook it also
+    shows the run's loss.png."""
     runs = []
     shown = None
 

@@ -22,7 +22,7 @@ from jax_train_utils import all_finite
 class OutDir:
     """The folder of a run, locked from here until close() or the end of the process. Raises
     UserError if it holds an earlier run that is neither resumed nor to be overwritten
-    (--overwrite)."""
+    (--overwrite), or if another run holds the lock."""
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
@@ -45,8 +45,9 @@ class OutDir:
         self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
 
     def begin(self, run, manifest, bpb_bytes):
-        """Deletes an earlier run, and writes the files beside the checkpoints: config.json, the
-        tokenizer, and the config.json of a pretrained model; see writing()."""
+        """Deletes the checkpoints of an earlier run that is overwritten, opens the run's
+        checkpoints, metrics.jsonl and wandb, and writes config.json, the tokenizer, and the
+        config.json of a pretrained model. For the arguments see writing()."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
@@ -86,8 +87,10 @@ class OutDir:
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
-        began: its checkpoint is there already, or nothing has been trained. is_last: whether this
-        is the last checkpoint. Raises UserError if the parameters are not finite."""
+        began: its checkpoint is there already, or nothing has been trained. state: a TrainState.
+        best_val_loss: the lowest so far. val_loss: see save_checkpoint. is_last: whether this is
+        the last checkpoint. Raises UserError if the parameters are not finite, and as
+        save_checkpoint does."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -125,10 +128,11 @@ class OutDir:
     @contextlib.contextmanager
     def saved_on_failure(self, what, iter_num, state, best_val_loss):
         """Saves a checkpoint if the block fails, before the error ends the run: memory may run out,
-        wandb may be unreachable, data may be truncated. With several processes it saves nothing,
-        because the others wait for the one that has failed.
+        wandb may be unreachable, data may be truncated. Saves nothing after NotFinite, and nothing
+        if there are several processes, because the others wait for the one that has failed.
 
-        what: the name of the block, for the message. state: after iteration iter_num - 1."""
+        what: the name of the block, for the message. state: the TrainState after iter_num
+        iterations."""
         try:
             yield
         except NotFinite:
@@ -212,7 +216,8 @@ def lock_out_dir(out_dir, resumed_at=None):
     if a process does not see it: then the processes have different folders.
 
     Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them: those newer
-    than `resumed_at` and those with unreadable metrics."""
+    than iteration `resumed_at` (None: without a resume none is) and those with unreadable
+    metrics."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'

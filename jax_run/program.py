@@ -53,8 +53,9 @@ class Program(NamedTuple):
 def assemble(config, layout, options, objective=language_model, *, packed=False):
     """Returns the Program that trains this config on the devices of a Layout.
 
-    packed: whether rows of the data hold several conversations. Raises UserError if the devices
-    cannot split or compute the model."""
+    options: an Options. objective: an Objective of jax_train_utils. packed: whether rows of the
+    data hold several conversations. Raises UserError if the devices cannot split or compute the
+    model."""
     # the config, as it is executed
     attention, reason = choose_attention(
         options.attention, config, layout.devices[0], tensor=layout.tensor, context=layout.context,

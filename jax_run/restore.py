@@ -11,9 +11,10 @@ from jax_transformer import GPTConfig, init_params
 
 
 def restore_run(out_dir, which, layout, base):
-    """Restores a checkpoint of a run: (config, params, LoRA entry, metadata). With LoRA, params
-    holds only the updates. which: 'best' or 'latest'. base: see move_base; '' to keep the known
-    place. Raises UserError if there is no checkpoint."""
+    """Restores a checkpoint of a run: (config, params, LoRA entry, metadata). Without LoRA the
+    entry is None; with LoRA, params holds only the updates. which: 'best' or 'latest'. layout: a
+    Layout or OnHost. base: see move_base; '' to keep the known place. Raises UserError if there is
+    no checkpoint."""
     step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
@@ -44,8 +45,9 @@ def make_params(config, lora):
 
 
 def move_base(lora, base):
-    """Returns the LoRA entry of a checkpoint with `base` as the place of its base model. Raises
-    UserError if the run has no LoRA."""
+    """Returns the LoRA entry of a checkpoint with `base` as the place of its base model. base: a
+    pretrained model, or the out_dir of the run whose checkpoint LoRA has updated. Raises UserError
+    if the run has no LoRA."""
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)
@@ -70,7 +72,7 @@ class OnHost:
 
     @staticmethod
     def abstract_state(make, *args):
-        """Returns a tree of arrays with the shapes and dtypes of make(*args) and any content. make
-        is traced, not computed."""
+        """Returns a tree of numpy arrays with the shapes and dtypes of make(*args); their content
+        is undefined. make is traced, not computed."""
         tree = jax.eval_shape(lambda: make(*args))
         return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)

@@ -21,9 +21,9 @@ def digest_flags(flags, title, prompts):
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):
-    """Splits the rows that are not in `done` into batches of at most batch_size. A row is (number
-    of the prompt, number of its sample). Rows of similar length share a batch, in which they are
-    sorted."""
+    """Splits the rows that are not in `done` into batches, lists of at most batch_size rows. A row
+    is (number of the prompt, number of its sample). prompts: lists of token ids. Rows of similar
+    length share a batch, in which they are sorted."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
@@ -34,8 +34,8 @@ class SampleFile:
     """A file of samples, one JSON object per line. Each batch is appended.
 
     `done` holds the lines that an earlier command with the same flags had written before it was
-    killed: {(number of the prompt, number of the sample): line}. Raises UserError for a file of
-    other flags."""
+    killed: {(number of the prompt, number of the sample): line, a dict}. digest: of digest_flags.
+    Raises UserError for a file of other flags."""
 
     def __init__(self, path, digest):
         self.path = path
@@ -65,7 +65,8 @@ class SampleFile:
         self.done[row] = line
 
     def append(self, lines):
-        """Appends the lines of a batch, {(number of the prompt, number of the sample): line}."""
+        """Appends the lines of a batch, {(number of the prompt, number of the sample): line}. To
+        each line, a dict, it adds these two numbers and the digest of the flags."""
         texts = []
         for (number, index), line in lines.items():
             line = {**line, 'index': index, 'number': number, 'flags': self.digest}
@@ -74,7 +75,7 @@ class SampleFile:
             file.write(''.join(texts))
 
     def finish(self):
-        """Sorts the lines of the file by prompt, when all samples are there."""
+        """Sorts the lines of the file by prompt. Call it when all samples are there."""
         if not os.path.isfile(self.path):
             return
         lines = {}

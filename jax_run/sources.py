@@ -73,21 +73,22 @@ def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
 
 def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
     """Returns the Order of windows of block_size + 1 tokens. The last token of a window is the
-    first of the next. If several windows fit, there is one less than fit, so that there are at
-    least block_size offsets."""
+    first of the next. An epoch has one window less than fit into n_tokens, so that there are at
+    least block_size offsets; if only one window fits, it has that one."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
 
 def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, iteration: int,
                   rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the sequences of one iteration: x and y, int32 [n_rows, block_size].
+    """Draws the sequences of one iteration: (x, y), int32 [n_rows, block_size]; y is one token
+    later.
 
-    tokens: an array [n_tokens]. rows: the numbers of the rows to return, all by default. A pure
-    function of its arguments: returns the sequences from iteration * n_rows on of an endless
-    shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows at random: an
-    epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration means other
-    sequences."""
+    tokens: an array [n_tokens]. rows: which of the n_rows to return, an array of their numbers, by
+    default all. A pure function of its arguments: returns the sequences from iteration * n_rows on
+    of an endless shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows
+    at random: an epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration
+    means other sequences."""
     rows = np.arange(n_rows) if rows is None else rows
     windows = Windows(tokens, block_size=block_size, seed=seed)
     return windows.get(tokens, windows.locate(iteration * n_rows + rows))
@@ -158,17 +159,19 @@ class Windows:
         return self.order.locate(numbers)
 
     def count(self, places: np.ndarray) -> int:
-        """Counts the targets at these places that count in the loss."""
+        """Counts the targets of the sequences at `places` that count in the loss."""
         _, mask_y = self.get(self.mask, places)
         return (mask_y == COUNTS).sum()
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
-        """Draws a batch: the sequences numbers[rows] of the run's stream.
+        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: those of all
+        sequences of an iteration, int64. rows: which of them to return, indices or a slice.
 
-        Returns a batch as read() does, or None if no token of all `numbers` counts. Weights have a
-        mean of 1 over all `numbers`. So the mean of the weighted losses is the mean over the tokens
-        that count, however the batch is split into micro-batches and over devices."""
+        Returns a batch as read() does, or None if no target of all `numbers` counts. Weights have a
+        mean of 1 over the targets of all `numbers`. So the mean of the weighted losses is the mean
+        over the tokens that count, however the batch is split into micro-batches and over
+        devices."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
@@ -229,7 +232,8 @@ class Rows(Windows):
         return rows[:, :-1], rows[:, 1:]
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask at `places`: {'weight', 'start', 'padding'}, see GPT.loss."""
+        """Reads the mask at `places`: {'weight' float32, 'start' int32, 'padding' bool}, each [B,
+        block_size], see GPT.loss."""
         mask = self.mask[places]
         weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
@@ -262,8 +266,9 @@ def find_starts(mask_x: np.ndarray) -> np.ndarray:
 
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
-    """Returns which tokens of packed rows are padding, bool. The last part of a row is padding if
-    none of its tokens counts: each conversation has one that counts."""
+    """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the
+    rows, as in find_starts. The last part of a row is padding if none of its tokens counts: each
+    conversation has one that counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)
@@ -309,7 +314,7 @@ class Pairs(Windows):
     def read(self, conversations: np.ndarray) -> dict[str, np.ndarray]:
         """Reads `conversations`, an array of their numbers [B], and pads each to a row.
 
-        Returns {'x', 'y' int32, 'weight' float32, 'padding' bool [B, block_size]}."""
+        Returns {'x', 'y' int32, 'weight' float32, 'padding' bool}, each [B, block_size]."""
         check_not_cut(self.tokens)
         check_not_cut(self.mask)
         ids = np.zeros((len(conversations), self.block_size + 1), np.int32)
@@ -340,8 +345,8 @@ class Pairs(Windows):
         return self.read(self.locate(numbers[rows]))
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
-        """Chooses the n_rows conversations that every evaluation reads, or all if there are
-        fewer. Pairs have no bits per byte."""
+        """Chooses the n_rows // 2 pairs of conversations that every evaluation reads, or all if
+        there are fewer. token_bytes has no effect: pairs have no bits per byte."""
         n = min(n_rows // 2, len(self.fitting))
         chosen = self.fitting[np.arange(n) * len(self.fitting) // n]
         return Evaluation((2 * chosen[:, None] + [0, 1]).ravel())
@@ -397,7 +402,7 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
     """Assigns the sequences of a run, given by their numbers, to the parts of a mixture.
 
     Returns (the part, the number of the sequence in the part's own stream), int64 [B]. For every N,
-    each part gets its fraction of the first N sequences. The error is at most len(fractions)
+    each part gets its fraction of the first N sequences, with an error of at most len(fractions)
     sequences. For example, with fractions 0.5, 0.25, 0.25:
 
         number    0  1  2  3  4  5  6  7
@@ -486,7 +491,8 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
 
 def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
     """Opens data sets of texts or conversations: a list of DataSets. If one of them has masks, the
-    others get masks in which every token counts. options: arguments of the sources."""
+    others get masks in which every token counts. shares: {folder: fraction}. options: keyword
+    arguments of Windows."""
     tokens = {}
     masks = {}
     for folder in shares:
@@ -512,13 +518,14 @@ def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
 
 
 def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> Windows:
-    """Makes Rows of tokens that were prepared in rows, [n_rows, block_size + 1], else Windows."""
+    """Makes Rows of tokens that were prepared in rows, [n_rows, block_size + 1], and Windows of
+    tokens [n_tokens]. options: their keyword arguments."""
     kind = Rows if tokens.ndim == 2 else Windows
     return kind(tokens, mask, **options)
 
 
 def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
-    """Opens a data set of pairs: a DataSet. options: arguments of the sources."""
+    """Opens a data set of pairs: a DataSet. options: further keyword arguments of Pairs."""
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}

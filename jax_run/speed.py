@@ -10,11 +10,12 @@ from jax_transformer import cache_bytes, without_tables
 
 
 def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype, is_detailed):
-    """Returns lines on the time of compilation, prefill and decoding, and on the memory bandwidth,
-    because a decode step reads all weights and the KV cache.
+    """Returns a text of lines on the time of compilation, prefill and decoding, and on the memory
+    bandwidth, because a decode step reads all weights and the KV cache.
 
     started: time.perf_counter() when the script started. imports_s: seconds that its imports took.
-    is_detailed: whether to return more than one line and the drafts."""
+    is_detailed: if not, only the first line is returned, and the one on drafts if there were
+    any."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -109,9 +110,9 @@ def describe_drafts(generations):
 
 
 def bytes_read_per_step(params, config, n_tokens):
-    """Returns the bytes of parameters that a decode step reads for n_tokens tokens of all rows.
-    Tables are left out, because a step looks up single rows of them. Experts count by the number
-    that tokens choose, see expected_experts."""
+    """Returns the bytes of parameters that a decode step reads for n_tokens tokens, those of all
+    rows together. Tables of embeddings and positions are left out, because a step looks up single
+    rows of them. Experts count by the number that tokens choose, see expected_experts."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert

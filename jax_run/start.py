@@ -96,7 +96,8 @@ class Run:
         return self.meta['kind'] == 'pairs'
 
     def with_iterations(self, n):
-        """Returns the Run of n iterations, with a schedule that ends after n."""
+        """Returns the Run with max_iters n, a schedule that ends after n iterations, and a warm-up
+        that fits."""
         warmup = fitting_warmup(self.flags['warmup_iters'], n)
         flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
         return dataclasses.replace(self, flags=flags, has_length=True)
@@ -160,8 +161,8 @@ def open_run(flags, given):
 
 
 def check_init_from(source):
-    """Raises UserError unless init_from is a known word, a name on the hub, or a file or folder
-    that exists. Called before the data is opened."""
+    """Raises UserError unless `source`, the flag init_from, is a known word, a possible name on the
+    hub, a gs:// URL, or a file or folder that exists. Called before the data is opened."""
     words = ('scratch', 'resume', 'auto')
     is_there = is_in_bucket('init_from', source) or os.path.exists(os.path.expanduser(source))
     if source in words or is_hub_name(source) or is_there:
@@ -187,7 +188,8 @@ def new_model(flags, meta, dtype):
 
 
 def continued_model(flags, given, resumed, meta, dtype):
-    """Returns the Model of a run that is resumed. Raises UserError if the data set has other
+    """Returns the Model of a run that is resumed. resumed: the metadata of its checkpoint. meta:
+    that of the data set, see load_dataset_meta. Raises UserError if the data set has other
     tokens."""
     out_dir = flags['out_dir']
 
@@ -260,8 +262,8 @@ def open_program(run, data, layout, objective):
     """Builds the Program of a run from its flags, its data, its model and the devices. Raises
     UserError if the devices cannot split or compute the model.
 
-    It trains with sequences of block_size. A RoPE model keeps a longer context in its checkpoints,
-    which hold run.model.config.architecture()."""
+    objective: see assemble. The Program trains with sequences of flags['block_size']. A RoPE model
+    keeps a longer context in its checkpoints, which hold run.model.config.architecture()."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)
@@ -334,7 +336,8 @@ def start_state(run, program):
 # flags
 
 def choose_init_from(flags):
-    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. All processes must
+    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. Before a resume it
+    waits until the lock of a run that has died is free. Raises UserError if the processes do not
     see the same checkpoints."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
@@ -381,10 +384,10 @@ def merge_resumed_flags(flags, given, saved):
     """Returns the flags of a resumed run: `saved`, overridden by `given`. With another batch_size
     the run continues at another place in the data.
 
-    flags: all flags, as read_flags returns them, for NOT_RESUMED and for flags that the checkpoint
-    lacks. given: those of the command line and the config file. saved: those of the checkpoint.
-    Raises UserError for another optimizer, architecture or --minutes, and if `saved` has flags that
-    were removed or a value of a wrong type."""
+    flags: all flags, as read_flags returns them; they count for the names in NOT_RESUMED and for
+    flags that the checkpoint lacks. given: those of the command line and the config file. saved:
+    those of the checkpoint. Raises UserError for another optimizer, architecture or --minutes, and
+    if `saved` has flags that were removed or a value of a wrong type."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions

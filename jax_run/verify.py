@@ -62,8 +62,9 @@ def verify_run(run, data, program, make_batch, evaluate):
     and flags differ, and then a line for each interval. Writes nothing.
 
     data, program: of open_data and open_program. make_batch, evaluate: functions of train_jax.py.
-    Returns the exit code: 0 for the same bits, or on another kind of machine losses within BOUND; 1
-    if something differs. Raises UserError if the run cannot be verified."""
+    Returns the exit code: 1 if the data differ, or an interval does; else 0. On another kind of
+    machine an interval differs only if its losses do by more than BOUND. Raises UserError if the
+    run cannot be verified."""
     if jax.process_count() > 1:
         raise UserError('--verify is for one process')
     folder = run_folder(run.flags['out_dir'])
@@ -131,7 +132,7 @@ def find_intervals(run, folder):
 
 def can_start(run):
     """Returns whether the first state of a run can be made again: from the seed, or from the base
-    of LoRA. A resumed Run does not know another pretrained model that it began from."""
+    of LoRA. It cannot after another pretrained model, because a resumed Run does not know which."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
@@ -178,8 +179,8 @@ class Differences(NamedTuple):
 
 
 def find_differences(known, now, data):
-    """Compares the manifest of a checkpoint with this process's, and reads all of the data. Returns
-    the Differences."""
+    """Compares `known`, the manifest of a checkpoint, with `now`, this process's, and reads all of
+    the data. data: of open_data. Returns the Differences."""
     of_data = []
     for one, before in zip(data.sets, known.get('data', ())):
         for name, array in one.files.items():
@@ -202,7 +203,8 @@ def find_differences(known, now, data):
 
 
 def compare_file(before, array):
-    """Returns how a file of data differs from its entry in a manifest, '' if it does not differ."""
+    """Returns how `array`, an open file of data, differs from `before`, its entry in a manifest; ''
+    if it does not differ."""
     content = array.reshape(-1).view(np.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(content), 2**24):
@@ -266,8 +268,8 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights in the latest checkpoint of a run. No layout changes the
-    digest."""
+    """Returns a digest of the weights in the latest checkpoint of a run, for LoRA of its updates.
+    The digest is the same for every layout of the devices."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
