@@ -43,8 +43,8 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Adds tokens to the row and returns the GenerationResult so far. Adds at most n_new, unless
-        the batch has already decoded more of this row than its caller has seen."""
+        """Adds tokens to the row and returns the GenerationResult so far. Its caller gets at most
+        n_new more tokens, or those that the batch has decoded for it already."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated
@@ -56,7 +56,7 @@ class Row:
 
     @property
     def is_over(self):
-        """Whether the caller has all tokens."""
+        """Whether the row has ended and its caller has seen all tokens."""
         return self.decoder.is_over and self.n_read == self.n_generated
 
     def close(self):
@@ -73,16 +73,16 @@ class Row:
 
     @property
     def is_shared(self):
-        """Whether the row is decoded together with others: if it is not at its end, and fits into a
-        cache. Past the positions that a model has learned there is no cache, and sharing gains
+        """Whether the row can be decoded together with others: it is not at its end, and fits into
+        a cache. Past the positions that a model has learned there is no cache, and sharing gains
         nothing."""
         is_done = bool(np.asarray(self.decoder.state.done_B)[0])
         has_room = self.n_generated < self.decoder.sampling.max_new_tokens
         return not is_done and has_room and self.length <= self.decoder.max_cached
 
     def end_of_chunk(self, n_new):
-        """Returns how many new tokens the row has at the end of a chunk of n_new tokens: fewer than
-        n_new more, if it ends or does not fit into a cache before."""
+        """Returns how many tokens the row has generated in all after a chunk of n_new tokens. The
+        chunk is shorter if the row reaches max_new_tokens or the end of the cache."""
         n_prompt = self.length - self.n_generated
         return min(self.n_generated + n_new, self.decoder.sampling.max_new_tokens,
                    self.decoder.max_cached + 1 - n_prompt)
@@ -97,10 +97,10 @@ class Batch:
     """Decodes the rows of several answers together.
 
     n_rows: the number of rows that each step computes, even if fewer are being decoded. A row then
-    gets the same bits however many other rows there are. With 0, each step computes the rows that
-    are being decoded, rounded up to a power of two, and for a while more after rows have left. With
-    0 or 1, a single row is decoded by its own Decoder, as without a batch: the program has one row,
-    and may use drafts."""
+    gets the same bits however many other rows there are. With 0, each step computes as many rows as
+    are being decoded, rounded up to a power of two; after rows have left, it may go on with more
+    for a while. With 0 or 1, a single row is decoded by its own Decoder, as without a batch: the
+    program has one row, and may use drafts."""
 
     def __init__(self, n_rows=0):
         self.n_rows = n_rows
@@ -154,7 +154,8 @@ class Batch:
         self.decoder = None
 
     def decode(self, rows, n_new):
-        """Adds a chunk of tokens, n_new at most, to each of `rows`."""
+        """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK; one while
+        steps are slow."""
         # the others make room
         for other in self.rows:
             if other not in rows:
@@ -189,7 +190,7 @@ class Batch:
             row.decoder.state = state.replace(**parts)
 
     def place_rows(self, rows):
-        """Gives a place to each of `rows`, when no other row has a place."""
+        """Gives a place to each of `rows`. No other row may have a place."""
         n_places = self.n_rows or max(2, power_of_two(len(rows)))
         n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
         if self.decoder is None:
@@ -205,8 +206,8 @@ class Batch:
             [row and row.decoder.controls for row in self.places])
 
     def start(self, decoder, n_places, n_columns):
-        """Makes the Decoder of the batch, with n_places free places for rows like that of
-        `decoder`."""
+        """Makes the Decoder of the batch, with the options of `decoder`. It has n_places free
+        places for rows, each with room for n_columns tokens."""
         state = create_decode_state(
             np.zeros((n_places, 1), np.int32), np.ones(n_places, np.int32),
             jnp.broadcast_to(decoder.state.key_B, n_places), n_columns, logprobs=True)

@@ -33,8 +33,8 @@ def plot():
 
 
 def prepare():
-    """Prepares a data set in --out_dir, by default in data/NAME of the current folder. Raises
-    UserError for an unknown NAME."""
+    """Prepares the data set NAME, the command's first argument, in --out_dir, by default in
+    data/NAME of the current folder. Raises UserError for an unknown NAME."""
     start_script()
     name, *arguments = sys.argv[1:] or ['']
     script = find_shipped('data', os.path.join(name, 'prepare.py'))

@@ -155,8 +155,8 @@ class End(NamedTuple):
 
 
 def read_prompts(body, is_chat):
-    """Returns the list of prompts of a request: for a chat one list of messages, else texts and
-    lists of token ids. Raises Refusal for anything else."""
+    """Returns the prompts of a request, a list: for a chat of one prompt, its messages; else each
+    prompt is a text or a list of token ids. Raises Refusal for anything else."""
     name, kinds = ('messages', [list]) if is_chat else ('prompt', [str, list])
     prompt = read_field(body, name, *kinds)
     if prompt is None:
@@ -235,7 +235,8 @@ class Job:
 
     def pieces(self):
         """Yields the pieces of the answer as they are made, and '' whenever none has come for
-        WAITING seconds. Sets `ends` at the end. Raises the Refusal that ends an answer."""
+        WAITING seconds. Then sets `ends`, the list of Ends; it stays None if the client has gone.
+        Raises the Refusal that ends an answer."""
         while True:
             try:
                 event = self.events.get(timeout=WAITING)
@@ -254,8 +255,9 @@ class Job:
     # OpenAI's forms
 
     def describe(self, text=None, *, is_first=False, is_chunk=False):
-        """Returns the answer, or the piece `text` of a stream, as OpenAI's API has it. It says how
-        the answer has ended, once it has."""
+        """Returns the whole answer, or with is_chunk a piece of a stream, as OpenAI's API has it.
+        text: the piece; None for all of the answer. is_first: whether the piece only names the
+        role. Once the answer has ended, the result says how."""
         rows = self.ends or [None]
         choices = []
         for index, end in enumerate(rows):
@@ -298,8 +300,9 @@ class Server(ThreadingHTTPServer):
         """Opens the address, but answers nothing before run().
 
         allow: names of hosts, and origins (http://...) of pages, with commas between them. Requests
-        may name this server by these hosts, and may come from these pages. batch_size: how many
-        answers are made at a time. Raises UserError for an address on which it cannot listen."""
+        may name this server by these hosts, and may come from these pages. n_queued: how many
+        requests may wait. batch_size: how many answers are made at a time. Raises UserError for an
+        address on which it cannot listen."""
         self.host = host
         allowed = [part.strip().lower().rstrip('/') for part in allow.split(',') if part.strip()]
         self.allowed_names = [part for part in allowed if '://' not in part]
@@ -462,8 +465,9 @@ class Server(ThreadingHTTPServer):
         return True
 
     def encode(self, job, prompt):
-        """Returns the token ids of a prompt of a Job. Raises UserError or Refusal if it is not
-        valid, and Refusal if it is longer than the context."""
+        """Returns the token ids of a prompt of a Job, of its end alone if the request asks for
+        truncation. Raises UserError or Refusal if the prompt is not valid, and Refusal if the ids
+        are more than the context has."""
         if job.is_chat:
             first = prompt[0] if prompt else None
             has_system = isinstance(first, dict) and first.get('role') == 'system'
@@ -630,10 +634,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json(refusal.body, refusal.status)
 
     def check_sender(self):
-        """Raises Refusal for a request from a page of another site. The browser names the site in
-        Origin, and in Host the name by which the page has found this machine. If the site has
-        pointed its own name here (DNS rebinding), Host is neither an address nor a name of this
-        server."""
+        """Raises Refusal for a request from a page of another site, unless --allow names it. The
+        browser names the site in Origin, and in Host the name by which the page has found this
+        machine. If the site has pointed its own name here (DNS rebinding), Host is neither an
+        address nor a name of this server."""
         host = self.headers.get('Host', '')
         names = ('localhost', self.server.host, socket.gethostname(), *self.server.allowed_names)
         allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])
@@ -708,7 +712,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_part('')
 
     def read_body(self):
-        """Returns the JSON object of a request. Raises Refusal if there is none."""
+        """Returns the JSON object of a request. Raises Refusal if there is none, or if it is too
+        large."""
         if self.headers.get_content_type() != 'application/json':
             raise Refusal(415, 'Content-Type must be application/json')
         length = self.headers.get('Content-Length', '')
@@ -725,8 +730,8 @@ class Handler(BaseHTTPRequestHandler):
         return body
 
     def send(self, status, kind, content=None):
-        """Sends an answer. Without content it sends only the status and the headers, and send_part
-        follows."""
+        """Sends an answer: its HTTP status, the headers with `kind` as Content-Type, and `content`,
+        bytes. Without content, send_part sends the rest."""
         self.close_connection = True
         if self.request_version == 'HTTP/0.9':
             self.request_version = 'HTTP/1.0'  # whatever was asked, a status comes first
@@ -787,5 +792,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def no_number(name):
-    """Refuses NaN and Infinity, which are not JSON."""
+    """Raises ValueError, for NaN and Infinity, which are not JSON."""
     raise ValueError(f'{name} is no number')
