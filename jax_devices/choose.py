@@ -24,8 +24,9 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     devices share the heads, `context` devices share a sequence.
 
     'auto' is the device's flash attention (cuDNN or splash) if it computes this model, else chunked
-    attention for blocks of CHUNKED_FROM tokens and longer, else plain XLA.
-    deterministic: whether a step has to give the same bits each time; on GPUs only plain XLA does.
+    attention if context > 1 or for blocks of CHUNKED_FROM tokens and longer, else plain XLA.
+    deterministic: whether a step has to give the same bits each time. On a GPU the result is then
+    'xla'; 'cudnn' is refused.
     packed: whether rows hold several conversations, see GPT.loss.
     Raises UserError for an unknown or impossible attention."""
     check_choice('attention', attention, ('auto', *ATTENTION))
@@ -118,8 +119,8 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
 
 
 def compile_cudnn(config, device, layer_type='full', tensor=1):
-    """Compiles the attention of a layer and its gradient, for one sequence and the heads of one
-    device. Raises an exception of XLA's if cuDNN refuses."""
+    """Compiles the attention of a layer of layer_type and its gradient, for one sequence and the
+    heads of one of `tensor` devices. Raises an exception of XLA's if cuDNN refuses."""
     here = jax.sharding.SingleDeviceSharding(device)
 
     def heads(n_heads):

@@ -10,8 +10,9 @@ A Layout knows how everything is sharded, between two steps and where a step wor
 | zero=2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
 | fsdp, tensor, ... | by rules | by rules | by rules | BATCH, context | XLA, where needed |
 
-"By rules": PARTITION_RULES of jax_ops/sharding.py. "Over replicas": the same, and leaves that are
-sharded over fsdp are also sharded over data and context."""
+BATCH: over the axes data, fsdp and expert. "By rules": PARTITION_RULES of jax_ops/sharding.py.
+"Over replicas": the same, and leaves that are sharded over fsdp are also sharded over data and
+context."""
 import contextlib
 import math
 from collections.abc import Callable, Sequence
@@ -131,17 +132,18 @@ class Layout:
     # --- the batch
 
     def local_rows(self, n_rows):
-        """Returns which of the n_rows sequences of an iteration this process loads, for
-        shard_batch()."""
+        """Returns the numbers of the sequences, of the n_rows of an iteration, that this process
+        loads for shard_batch(), an int array."""
         each = n_rows // self.n_data_shards
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (shape, PartitionSpec) of the global array of one item of the batch.
+        """Returns (shape, PartitionSpec) of the global array of one item of the batch, such as 'x'.
+        A shard of it, [*shape, *rest], is on one device, or on a group of devices that share
+        sequences.
 
-        shape: the leading axes of a shard; the last of them counts sequences. rest: the axes of one
-        sequence, () or (positions,). A shard [*shape, *rest] is on one device, or on a group of
-        devices that share sequences.
+        shape: (micro-steps, sequences), as split_batch returns it, or (sequences,). rest: the axes
+        of one sequence, () or (positions,).
 
         On one device the global array is the shard. Under pmap it is [n_data_shards, *shape,
         *rest]. On a mesh the shards are concatenated on the last axis of `shape`, and the positions
@@ -155,7 +157,9 @@ class Layout:
         return (*first, self.n_data_shards * each, *rest), spec
 
     def shard_batch(self, batch, shape):
-        """Moves this process's sequences [n, ...] to the devices, see whole_batch."""
+        """Moves this process's sequences to the devices. batch: {name: array [n, *rest]}, the
+        sequences of local_rows(). shape: of a shard, see whole_batch. Returns {name: global
+        array}."""
         if len(self.devices) == 1:
             batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
             return jax.device_put(batch, self.devices[0])
@@ -198,9 +202,9 @@ class Layout:
 
     def all_reduced(self, compute):
         """Wraps compute(params, frozen, batch, scale), which returns the gradients and metrics of
-        its sequences. The wrapped function returns their means over the replicas. With zero=1 a
-        device keeps only its shard of the gradients (reduce-scatter). On a mesh `compute` is
-        returned unchanged: XLA inserts the reductions."""
+        the sequences that it gets. The wrapped function returns their means over the replicas. With
+        zero=1 a device keeps only its shard of the gradients (reduce-scatter). On one device, and
+        on a mesh without zero=1, `compute` is returned unchanged: XLA inserts the reductions."""
         def mean(*inputs):
             found = compute(*inputs)
             with jax.named_scope('all_reduce'):
@@ -267,8 +271,9 @@ class Layout:
 
 
 def mean_shard(spec, grad):
-    """Returns this device's shard of the mean of a gradient over the replicas. spec: of the
-    parameter; the gradient is sharded along the dimension that has the axis 'data'."""
+    """Returns this device's shard of the mean of a gradient over the replicas. spec: the
+    parameter's PartitionSpec; the gradient is sharded along the dimension that has the axis 'data',
+    and whole if none has it."""
     n_devices = jax.lax.axis_size('data')
     for dimension, axes in enumerate(spec):
         if 'data' in (axes or ()):
@@ -286,8 +291,9 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
 
 def fit_sizes(sizes, given, n_devices, n_embd):
     """Returns the sizes of the axes {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on
-    n_devices: `sizes` if they fit. Otherwise sizes that the user has not `given` now are replaced:
-    fsdp becomes as large as possible if it was above 1, the others become 1."""
+    n_devices: `sizes` if their product divides n_devices. Otherwise sizes that are not in `given`,
+    the user's flags, are replaced: fsdp becomes as large as possible if it was above 1, the others
+    become 1."""
     if n_devices % max(1, math.prod(sizes.values())) == 0:
         return sizes
     fitting = {name: size if name in given else 1 for name, size in sizes.items()}

@@ -19,14 +19,15 @@ PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
 
 
 def initialize_distributed(coordinator_address='', num_processes=0, process_id=-1):
-    """Calls jax.distributed.initialize, if several processes train together. Call it before JAX
-    initializes its backends.
+    """Calls jax.distributed.initialize if several processes train together, else does nothing. Call
+    it before JAX initializes its backends.
 
     coordinator_address: host:port of process 0; the others connect to it. 'auto' lets JAX detect
-    all three options (on a TPU pod). JAX also detects them if all are left out and Slurm, Open MPI
-    or an indexed Kubernetes job has started several processes. If coordinator_address is empty,
-    JAX_COORDINATOR_ADDRESS is used.
-    num_processes: the number of processes. 1 starts alone, regardless of the environment.
+    all three options (on a TPU pod). JAX also detects them if all are left out ('', 0 and -1) and
+    Slurm, Open MPI or an indexed Kubernetes job has started several processes. '' takes
+    JAX_COORDINATOR_ADDRESS, if it is set.
+    num_processes: the number of processes. 1 without an address starts alone, regardless of the
+    environment.
     process_id: the number of this process, from 0.
 
     Raises UserError if the flags do not go together, or if the processes do not find each other."""
@@ -99,8 +100,8 @@ def check_port_is_free(port):
 
 
 def gather_texts(text):
-    """Returns the texts of all processes, each of at most 64 kB, in the order of the processes. All
-    processes have to call it."""
+    """Returns a list of the texts of all processes, in the order of the processes. A text is cut at
+    64 kB. All processes have to call it."""
     if jax.process_count() == 1:
         return [text]
     from jax.experimental import multihost_utils
@@ -141,7 +142,8 @@ def in_all_processes():
 
 def check_agreement(what, values, own=()):
     """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
-    them. own: names that are not compared, because their values may differ."""
+    them. what: their name in the message. own: names that are not compared, because their values
+    may differ."""
     shared = {name: value for name, value in values.items() if name not in own}
     texts = gather_texts(json.dumps(shared))
     first, *others = [json.loads(text) for text in texts]

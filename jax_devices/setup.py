@@ -168,8 +168,8 @@ def finds_accelerator(dev=Path('/dev')):
 
 def setup_jax_environment(device: str = 'auto',
                           dtype: str = 'auto') -> tuple[list[jax.Device], str, str]:
-    """Picks the devices and the compute dtype. Call it before anything uses jax, except
-    configure_process().
+    """Picks the devices and the compute dtype. Call it before anything uses jax; only
+    configure_process() may come before it.
 
     Returns (devices, dtype, reason). dtype='auto' is bfloat16 if the hardware multiplies it fast,
     else float32. With float32, matmuls are computed in float32 on GPUs and TPUs too; JAX's default
@@ -249,8 +249,8 @@ def configure_malloc():
     allocates its temporaries in every step, and page faults took half of the step or more
     (docs/lab_log.md#malloc).
 
-    Call it before jax starts its threads. A thread that already has its own arena keeps it. Memory
-    that does not fit into this arena (64 MiB) it takes from the system each time."""
+    Call it before jax starts its threads. A thread that already has its own arena (64 MiB) keeps
+    it, and takes memory that does not fit into it from the system each time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
@@ -266,8 +266,8 @@ def configure_malloc():
 
 
 def mark_huge_pages(libc):
-    """Makes Linux use huge pages when the heap grows next, for an amount of half of the machine's
-    memory. Reserving this memory costs nothing until it is written to."""
+    """Makes Linux use huge pages for the next part of the heap, half as large as the machine's
+    memory. libc: ctypes's. Reserving this memory costs nothing until it is written to."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -300,7 +300,8 @@ def enable_compilation_cache(platform):
 
     Each version of jaxlib, each platform and each kind of CPU has its own folder, because they may
     not be able to load programs of another. The environment's JAX_COMPILATION_CACHE_DIR takes
-    precedence."""
+    precedence. Does nothing on a CPU unless can_cache_on_cpu(), or if the home folder cannot be
+    written."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
     if platform == 'cpu' and not can_cache_on_cpu():
@@ -358,8 +359,8 @@ def describe_environment(devices):
 
 
 def measure_bandwidth(device, n_bytes=2**29):
-    """Returns the bandwidth of reading a device's memory, in GB/s: the median of ten reductions
-    over n_bytes (512 MiB are larger than any cache).
+    """Returns the bandwidth of reading a device's memory, in GB/s: the median of ten timings of
+    sums over n_bytes bytes (512 MiB are larger than any cache).
 
     The result is the median, not the best, because on a shared machine the sustained bandwidth is
     lower than the peak."""
@@ -418,8 +419,8 @@ class Profile:
     """Traces three iterations of training into a folder.
 
     folder: for the trace. place: the name of this folder in the message. log: has a method say(),
-    which prints the message. first_iter, max_iters: the first iteration of this process, and the
-    last."""
+    which prints the message. first_iter: the first iteration of this process. max_iters: the
+    iteration at which the run ends. With fewer than three left, those are traced."""
 
     def __init__(self, folder, place, log, first_iter, max_iters):
         self.folder = folder
@@ -433,7 +434,8 @@ class Profile:
         self.last = self.first
 
     def start(self, iter_num):
-        """Starts the trace, if it is time. Call it before iteration iter_num."""
+        """Starts the trace at the sixth iteration of this process, or earlier so that three are
+        left. Call it before iteration iter_num."""
         if iter_num == self.first:
             jax.profiler.start_trace(self.folder)
             self.is_running = True
