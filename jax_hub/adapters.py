@@ -65,8 +65,8 @@ def as_peft_number(alpha):
 
 def name_targets(modules, others):
     """Returns the names by which peft finds the modules of an adapter: the ends of their names,
-    such as 'q_proj', or their whole names if a module in `others` ends alike. Raises UserError if
-    peft would still find another module."""
+    such as 'q_proj', or their whole names if a module in `others` ends alike or the model has a
+    vision part. Raises UserError if peft would still find a module of experts in `others`."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

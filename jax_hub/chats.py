@@ -76,9 +76,9 @@ def call_of(message, n=-1):
 
 
 def with_arguments(tokenizer, chat):
-    """Returns a Chat with the arguments of tool calls in the form that its template takes. These
-    are objects, decoded from OpenAI's JSON text. If the template fails with objects, or writes them
-    as Python does, they are JSON text."""
+    """Returns a Chat with the arguments of tool calls in the form that its template takes: objects,
+    decoded from OpenAI's JSON text. They become JSON text instead if the template fails with
+    objects, or writes them as Python does, and does not fail with text."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -111,7 +111,8 @@ def map_arguments(message, function):
 
 
 def decode_arguments(message):
-    """Returns a message with arguments that are JSON text decoded to objects."""
+    """Returns a message whose tool calls have objects as arguments, decoded from JSON text.
+    Arguments that are not the text of an object stay as they are."""
     def decode(arguments):
         try:
             value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -137,7 +138,7 @@ def render(tokenizer, chat, *, add_generation_prompt=False):
 
 def render_marked(tokenizer, chat):
     """Renders a Chat. Returns (text, [(start, end)]): the spans, in characters, that the template
-    marks by {% generation %}. Raises UserError as within_limits does."""
+    marks by {% generation %}, [] without marks. Raises UserError as within_limits does."""
     from transformers.utils.chat_template_utils import render_jinja_template
     hf = tokenizer.hf
     texts, spans = within_limits(
@@ -308,9 +309,9 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
 
 def bytes_of_spans(text, starts, ends):
-    """Returns the number of UTF-8 bytes of each span of a text. starts, ends: of the spans, in
-    characters and in order. A character that several spans share, as tokens of its bytes do, counts
-    for the first."""
+    """Returns the number of UTF-8 bytes of each of n spans of a text, int64 [n]. starts, ends: of
+    the spans, int64 [n], in characters and in order. A character that several spans share, as
+    tokens of its bytes do, counts for the first."""
     codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
     sizes = 1 + sum((codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
     reached = np.concatenate([[0], np.cumsum(sizes)])  # bytes before each character
@@ -319,9 +320,8 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns the spans of render_marked without those of some answers. left_out: the numbers of
-    these answers. Raises UserError if the template does not mark one of them apart from the
-    others."""
+    """Returns `spans`, of render_marked, without those of the answers in left_out, numbers of
+    messages. Raises UserError if the template does not mark one of these apart from the others."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -351,7 +351,8 @@ class Answer(NamedTuple):
 
 
 def find_answer(tokenizer, chat, i, text):
-    """Returns the Answer i in `text`, the rendering of a Chat.
+    """Returns where message i of a Chat, an answer, is in `text`, the rendering of the Chat: an
+    Answer.
 
     Renders the Chat with a mark in place of the answer, to see the text that the template writes
     around it, even if the template rewrites earlier turns. Raises UserError if the answer does not
@@ -404,9 +405,10 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether `request` and `before` end alike, from the question on. request: the text
-    that asks for the answer. before: the text before the answer in the whole conversation. They may
-    begin differently: some templates write a system message only into a user's last turn."""
+    """Returns whether `request` and `before` end alike, from the text of `question`, a message, on;
+    False if it has none. request: the text that asks for the answer. before: the text before the
+    answer in the whole conversation. They may begin differently: some templates write a system
+    message only into a user's last turn."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -465,9 +467,9 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 def find_lost(tokenizer, chat, ids, counted):
     """Returns warnings about a conversation, a list of sentences. They name the parts that the
-    template leaves out, so that a model is trained without them. One warns if `ids`, of the
-    conversation, do not begin with the prompt for the last answer that counts. counted: the numbers
-    of these answers."""
+    template leaves out, so that a model is trained without them. Another one warns if `ids`, the
+    tokens of the conversation, do not begin with the prompt for the last answer that counts.
+    counted: the numbers of the messages that are answers and count."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
     left_out = left_out_parts(tokenizer, chat, parts)

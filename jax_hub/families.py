@@ -41,7 +41,8 @@ LAYER_TYPES = {
 
 
 def require(hf, **supported):
-    """Raises UserError if a key of a config has another value than in `supported`."""
+    """Raises UserError if a key of `hf`, a config of transformers, has another value than in
+    `supported`. A key that it lacks passes."""
     for key, value in supported.items():
         found = getattr(hf, key, value)
         if found != value:
@@ -67,7 +68,8 @@ def gpt2_config(hf):
 
 
 def llama_fields(hf, *, activation='silu', attention_bias=False):
-    """Returns the fields that all families except GPT-2 have in common, without RoPE's."""
+    """Returns the fields that all families except GPT-2 have in common, without RoPE's. activation,
+    attention_bias: the values that the config must have."""
     name = 'hidden_activation' if hasattr(hf, 'hidden_activation') else 'hidden_act'
     require(hf, **{name: activation}, attention_bias=attention_bias, mlp_bias=False)
     return dict(
@@ -136,8 +138,8 @@ def qwen3_config(hf):
 
 
 def window_fields(hf):
-    """Returns the fields window and layer_types, {} if no layer has a window. Raises UserError if
-    the size of the window is missing."""
+    """Returns the fields window and layer_types, {} if `hf` has no sliding_window. Raises UserError
+    if a layer has a window and its size is missing."""
     types = tuple(LAYER_TYPES[layer_type] for layer_type in hf.layer_types)
     if hf.sliding_window is not None:
         return {'window': hf.sliding_window, 'layer_types': types}
@@ -321,11 +323,11 @@ FAMILIES = {  # by model_type
 # RoPE, see modeling_rope_utils.py of transformers
 
 def rope_fields(hf, rope=None, width=None):
-    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size if RoPE limits
-    it.
+    """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size if RoPE limits it
+    (LongRoPE).
 
-    rope: RoPE's parameters, by default the same for all layers. width: the number of rotated
-    channels, for families that may rotate a part of a head."""
+    rope: RoPE's parameters, by default hf.rope_parameters. width: the number of rotated channels,
+    of families that may rotate a part of a head; None for the others."""
     rope = hf.rope_parameters if rope is None else rope
     theta = rope['rope_theta']
     if type(theta) not in (int, float) or not 0 < theta < 1e300:
@@ -357,17 +359,20 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}: linear scaling divides positions by the factor, and needs no other values."""
+    """Returns {}: linear scaling divides positions by the factor, and needs no other values of
+    RopeScaling. rope: RoPE's parameters. factor, length: factor and original_length of RopeScaling.
+    The functions below have the same arguments."""
     return {}
 
 
 def llama3(rope, factor, length):
-    """Returns the values of RopeScaling for Llama 3."""
+    """Returns the values low and high of RopeScaling for Llama 3."""
     return {'low': float(rope['low_freq_factor']), 'high': float(rope['high_freq_factor'])}
 
 
 def yarn(rope, factor, length):
-    """Returns the values of RopeScaling for YaRN (arXiv:2309.00071)."""
+    """Returns the values low, high, truncate and amplitude of RopeScaling for YaRN
+    (arXiv:2309.00071)."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = yarn_mscale(factor)
@@ -388,9 +393,9 @@ def yarn_mscale(factor, mscale=1.0):
 
 
 def longrope(rope, factor, length):
-    """Returns the values of RopeScaling for LongRoPE, up to the context length of pretraining. Our
-    context ends there: beyond it transformers rotates all positions by other factors, also those
-    that a KV cache holds already."""
+    """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE, up to the context
+    length of pretraining. GPTConfig's block_size ends there: beyond it transformers rotates all
+    positions by other factors, also those that a KV cache holds already."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
@@ -417,6 +422,7 @@ def ropes_by_layer_type(hf):
 
 def read_config(values, source):
     """Returns (GPTConfig, family) for the content of a config.json, as transformers reads it.
+    family: its model_type.
 
     values: {key: value}, as of jax_hub.folders.read_config_json. source: its path, for messages.
     Raises UserError if a value is missing, has a wrong type, or is not supported."""

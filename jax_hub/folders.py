@@ -118,7 +118,7 @@ def path_inside(folder, name):
 
 def read_config_json(folder):
     """Returns the content of the config.json of a folder, {} without one. Raises UserError for
-    sizes that would fill the memory with lists."""
+    sizes above LENGTHS, which would fill the memory with lists."""
     path = path_inside(folder, 'config.json')
     config = read_json(path, optional=True)
     for part in (config, text_config(config)):
@@ -135,8 +135,8 @@ def text_config(config):
 
 
 def find_config_json(path):
-    """Returns the path of the config.json of a model; None for nanoGPT's ckpt.pt. path: a Hugging
-    Face folder, or one of its weight files."""
+    """Returns the path of the config.json of a model; None if its weights are in nanoGPT's ckpt.pt.
+    path: a folder, or the file of the weights in it."""
     folder, name = os.path.split(weight_file(path))
     if name not in WEIGHT_FILES:
         return None
@@ -227,7 +227,8 @@ def is_on_hub(name):
 def download(repo, files):
     """Returns the folder of a model in the hub's cache. Downloads the model if it is not there.
 
-    repo: the full name on the hub. files: patterns of the files that are wanted."""
+    repo: the full name on the hub. files: patterns of the files that are wanted. With HUB_FILES, a
+    model without safetensors also gets pytorch_model*.bin."""
     from huggingface_hub import snapshot_download
     logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
     try:
@@ -252,8 +253,9 @@ def has_weights(folder):
 
 
 def weight_file(path):
-    """Returns the file that holds or lists the weights of the folder `path`; a file is returned as
-    it is. Raises UserError if there is none."""
+    """Returns the file that holds or lists the weights of the folder `path`: the first of
+    WEIGHT_FILES and ckpt.pt that is there. If `path` is a file, it is returned. Raises UserError if
+    there is none, and for *.gguf."""
     if str(path).endswith('.gguf'):
         raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
                         'PyTorch is installed, see "GGUF and adapters" in docs/models.md')

@@ -37,8 +37,8 @@ SPLITS = {
 
 
 def why_no_gguf(config, family):
-    """Returns the kind of models that write_gguf cannot write and to which this model belongs, for
-    a message; '' if write_gguf can write it."""
+    """Returns why write_gguf cannot write a model, for a message: the kind of models that it
+    belongs to; '' if write_gguf can write it. family: its model_type."""
     # a window that is as long as the longest text hides nothing
     kinds = {config.layer(i)[0] for i in range(config.n_layer)}
     has_idle_windows = kinds == {'window'} and config.window >= config.block_size
@@ -60,7 +60,7 @@ def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenize
 
     config: the model's GPTConfig. family: its model_type. names_on_disk: Hugging Face's names of
     its tensors. make_tensor(name): returns the tensor of that name, with its rows in the order of
-    GGUF. dtype: the type of matrices, one of GGUF_DTYPES; vectors and positions stay in float32.
+    GGUF. dtype: the type of matrices, one of GGUF_DTYPES; for the exceptions see tensor_type.
     tokenizer: an HFTokenizer or a CharTokenizer.
 
     Raises UserError for a model or tokenizer that llama.cpp does not have, and if the file
@@ -124,10 +124,11 @@ def add_settings(writer, config, family):
 
 
 def tensor_type(name, shape, dtype, types):
-    """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType).
+    """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType). name: in
+    GGUF. dtype: one of GGUF_DTYPES.
 
-    As in llama.cpp, q8_0 needs rows of a multiple of 32 elements; other rows are float16. Some
-    tensors stay float32, such as the router of experts."""
+    As in llama.cpp, q8_0 needs rows of a multiple of 32 elements; other rows are float16. Vectors,
+    learned positions and the router of experts stay float32."""
     is_vector = len(shape) < 2
     is_kept = name == 'position_embd.weight' or name.endswith('.ffn_gate_inp.weight')
     if dtype == 'float32' or is_vector or is_kept:
@@ -151,8 +152,9 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
     """Adds the tokens, merges, end tokens and chat template of a tokenizer to a GGUFWriter.
 
     A vocabulary of characters is written as a tokenizer of RWKV: of llama.cpp's tokenizers that
-    take the longest match, only this one needs no end token. types: gguf.TokenType. Raises
-    UserError for a tokenizer that llama.cpp does not have."""
+    take the longest match, only this one needs no end token. types: gguf.TokenType. vocab_size: the
+    model's; ids that the tokenizer lacks get [PAD...] tokens. Raises UserError for a tokenizer that
+    llama.cpp does not have."""
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
                         f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')
@@ -183,7 +185,8 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
 
 
 def escape_char(c):
-    """Returns a character as a token of RWKV: \\x and its bytes, if it is not printable."""
+    """Returns a character as a token of RWKV: \\x and two hex digits for each of its bytes if it is
+    a backslash or not printable."""
     if c.isprintable() and c != '\\':
         return c
     return ''.join(f'\\x{byte:02x}' for byte in c.encode())

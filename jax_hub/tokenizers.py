@@ -142,8 +142,9 @@ class HFTokenizer:
         self.has_letters_only = is_plain and all(len(token) == 1 for token in self.ids)
 
     def read_ends(self, configs, size):
-        """Sets the tokens that begin and end a text. Looks for them by their names first, then by
-        the ids in `configs`. size: of the model's embedding; tokens past it do not count."""
+        """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for the
+        tokens that begin and end a text by their names first, then by the ids in `configs`. size:
+        of the model's embedding; start_token and end_token are below it."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -188,7 +189,8 @@ class HFTokenizer:
         return is_added[::-1].index(0) if 0 in is_added else 0
 
     def decode(self, ids):
-        """Returns the text of ids, without special tokens."""
+        """Returns the text of ids, without special tokens. For gpt-oss only stop tokens are left
+        out."""
         if '<|channel|>' in self.ids:
             # gpt-oss separates its channels by special tokens: they stay, see final_answer
             ids = [id for id in ids if id not in self.stop_tokens]
@@ -213,8 +215,9 @@ class HFTokenizer:
         return n_bytes
 
     def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
-        """Returns the text of the messages of a chat. tools, variables: see Chat. Raises UserError
-        if there is no template, or if it refuses the messages."""
+        """Returns the text of the messages of a chat. add_generation_prompt: see chats.render.
+        tools, variables: see Chat. Raises UserError if there is no template, or if it fails or
+        refuses the messages."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
@@ -249,9 +252,9 @@ def read_folder(folder, is_copy=False):
     """Returns (Tokenizer, special tokens, transformers' tokenizer) of a folder.
 
     The Tokenizer is of the library tokenizers, the special tokens are {'bos_token': text, ...}.
-    transformers' tokenizer is None if tokenizer.json says all, as it does for a BPE of our own or
-    for the copy in a run. is_copy: see HFTokenizer. Raises UserError if the files cannot be read,
-    and for a link out of the folder."""
+    transformers' tokenizer is None if tokenizer.json says all, as it does for a BPE that train_bpe
+    (data/common.py) has made, or for the copy in a run. is_copy: see HFTokenizer. Raises UserError
+    if the files cannot be read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -430,8 +433,9 @@ def load_tokenizer(description):
 
 
 def load_token_bytes(description, vocab_size):
-    """Returns the token_bytes of a tokenizer as an array [vocab_size]; None if it cannot be loaded.
-    description: see load_tokenizer."""
+    """Returns the token_bytes of a tokenizer as an int array [vocab_size], 0 for ids without a
+    token; None if they are not known or the tokenizer cannot be loaded. description: see
+    load_tokenizer."""
     try:
         n_bytes = load_tokenizer(description).token_bytes()
     except UserError:
@@ -451,9 +455,9 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Returns the description with its path, if it has one, relative to the current folder instead
-    of relative to `folder`. Adds "is_copy", see HFTokenizer, which is true for the tokenizer of a
-    run or a data set."""
+    """Returns the description. If it has a path, relative to `folder`, the path is made relative to
+    the current folder, and "is_copy" is added, see HFTokenizer; it is true if the path is
+    'tokenizer', as for the tokenizer of a run or a data set."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
@@ -523,7 +527,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
     set. data, model: the descriptions of their tokenizers; the model's may be None (unknown).
     dataset, model_name: for the message. vocab_size: of the model. Raises UserError unless the ids
-    of both mean the same tokens."""
+    of both mean the same tokens; if the model's tokenizer is unknown, unless the data set has one
+    of vocab_size characters."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
@@ -550,7 +555,8 @@ def remedy_for_tokens(description, name):
 # writing
 
 def write_char_tokenizer(chars, folder):
-    """Writes the tokenizer.json of a vocabulary of characters: a BPE without merges."""
+    """Writes tokenizer.json and tokenizer_config.json of a vocabulary of characters, `chars` in the
+    order of their ids: a BPE without merges."""
     from tokenizers import Tokenizer, decoders, models
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
     tokenizer.decoder = decoders.Fuse()
@@ -560,7 +566,8 @@ def write_char_tokenizer(chars, folder):
 
 
 def write_gpt2_tokenizer(folder):
-    """Writes the tokenizer.json of GPT-2's BPE, from the two files that tiktoken has downloaded."""
+    """Writes tokenizer.json and tokenizer_config.json of GPT-2's BPE, from the two files that
+    tiktoken has downloaded."""
     from tiktoken.load import read_file_cached
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     GPT2Tokenizer()

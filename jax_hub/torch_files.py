@@ -59,8 +59,9 @@ class Storage(NamedTuple):
 
 
 def rebuild_tensor(storage, offset, size, stride, *unused):
-    """Takes the place of torch._utils._rebuild_tensor_v2: returns an array that views `storage`.
-    Raises UserError for a tensor that reaches beyond its storage."""
+    """Takes the place of torch._utils._rebuild_tensor_v2: returns an array that views `storage`, a
+    Storage. offset, stride: in elements. Raises UserError for a tensor that reaches beyond its
+    storage."""
     width = storage.dtype.itemsize
     n_elements = len(storage.data) // width
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -109,7 +110,7 @@ class TorchUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid):
         """Returns the Storage for `pid`: ('storage', dtype, key, device, number of elements).
-        Raises UserError for an unknown dtype or another size."""
+        Raises UserError for an unknown dtype, or if the storage has another number of elements."""
         _, dtype, key, _, n_elements = pid
         if dtype not in STORAGES.values():
             raise UserError(f'a storage of the type {dtype!r:.80}')

@@ -1,5 +1,5 @@
-"""Reads models of others from disk: config and tensors, in safetensors, shards, MXFP4 and fp8
-blocks, or files of torch.save. Writes safetensors and shards."""
+"""Reads models that other programs have written: config and tensors, in safetensors, shards, MXFP4
+and fp8 blocks, or files of torch.save. Writes safetensors and shards."""
 import json
 import math
 import os
@@ -22,7 +22,7 @@ FLOATS = ('float32', 'bfloat16', 'float16', 'float64')  # names of dtypes
 
 def check_tensors(tensors, shapes, source):
     """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in
-    floating point.
+    floating point of 16 bits or more, or in E5M2.
 
     tensors: {name: array}. shapes: {name: shape}. source: the name of their file, for messages."""
     refuse_mlx(tensors, source)
@@ -93,8 +93,8 @@ def require_keys(keys, values, source, what):
 
 def open_model(path_or_name):
     """Returns (config, family, {name: array}, file of the weights) of a model for load_pretrained.
-    The arrays of safetensors are memory-mapped, and quantized arrays dequantize when they are
-    indexed."""
+    family: the model_type of its config.json, or 'nanogpt'. The arrays of safetensors are
+    memory-mapped, and quantized arrays dequantize when they are indexed."""
     file = weight_file(local_path(path_or_name))
     source = find_config_json(file)
     if source is None:
@@ -298,10 +298,11 @@ class ScaledBlocks(NamedTuple):
 
 
 def read_block(config, source):
-    """Returns [rows, columns] of a block of numbers that share a scale.
+    """Returns [rows, columns] of a block of numbers that share a scale, [128, 128] if the config
+    does not say.
 
     config: the content of a config.json, source: its path. Raises UserError unless these are two
-    numbers above 0."""
+    whole numbers above 0."""
     block = (config.get('quantization_config') or {}).get('weight_block_size') or [128, 128]
     are_sizes = isinstance(block, list) and len(block) == 2 and all(
         type(size) is int and size > 0 for size in block)
