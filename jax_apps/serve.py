@@ -155,8 +155,8 @@ class End(NamedTuple):
 
 
 def read_prompts(body, is_chat):
-    """Returns the prompts of a request, a list: for a chat of one prompt, its messages; else each
-    prompt is a text or a list of token ids. Raises Refusal for anything else."""
+    """Returns the prompts of a request, a list: for a chat one prompt, its list of messages; else
+    texts or lists of token ids. Raises Refusal for anything else."""
     name, kinds = ('messages', [list]) if is_chat else ('prompt', [str, list])
     prompt = read_field(body, name, *kinds)
     if prompt is None:
@@ -256,8 +256,8 @@ class Job:
 
     def describe(self, text=None, *, is_first=False, is_chunk=False):
         """Returns the whole answer, or with is_chunk a piece of a stream, as OpenAI's API has it.
-        text: the piece; None for all of the answer. is_first: whether the piece only names the
-        role. Once the answer has ended, the result says how."""
+        text: the piece; None for all of the answer. is_first: whether it is the first piece, which
+        names the role. Once the answer has ended, the result says how."""
         rows = self.ends or [None]
         choices = []
         for index, end in enumerate(rows):

@@ -157,9 +157,8 @@ class Layout:
         return (*first, self.n_data_shards * each, *rest), spec
 
     def shard_batch(self, batch, shape):
-        """Moves this process's sequences to the devices. batch: {name: array [n, *rest]}, the
-        sequences of local_rows(). shape: of a shard, see whole_batch. Returns {name: global
-        array}."""
+        """Moves this process's sequences to the devices, as global arrays. batch: {name: array [n,
+        *rest]}, of the n sequences of local_rows(). shape: see whole_batch."""
         if len(self.devices) == 1:
             batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
             return jax.device_put(batch, self.devices[0])

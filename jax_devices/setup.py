@@ -300,8 +300,7 @@ def enable_compilation_cache(platform):
 
     Each version of jaxlib, each platform and each kind of CPU has its own folder, because they may
     not be able to load programs of another. The environment's JAX_COMPILATION_CACHE_DIR takes
-    precedence. Does nothing on a CPU unless can_cache_on_cpu(), or if the home folder cannot be
-    written."""
+    precedence. Does nothing on a CPU unless can_cache_on_cpu()."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
     if platform == 'cpu' and not can_cache_on_cpu():
@@ -419,8 +418,8 @@ class Profile:
     """Traces three iterations of training into a folder.
 
     folder: for the trace. place: the name of this folder in the message. log: has a method say(),
-    which prints the message. first_iter: the first iteration of this process. max_iters: the
-    iteration at which the run ends. With fewer than three left, those are traced."""
+    which prints the message. first_iter: the first iteration of this process. max_iters: where the
+    run ends; fewer are traced if fewer are left."""
 
     def __init__(self, folder, place, log, first_iter, max_iters):
         self.folder = folder

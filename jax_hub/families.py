@@ -359,9 +359,8 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}: linear scaling divides positions by the factor, and needs no other values of
-    RopeScaling. rope: RoPE's parameters. factor, length: factor and original_length of RopeScaling.
-    The functions below have the same arguments."""
+    """Returns {}: linear scaling divides positions by the factor, and needs no other values. The
+    arguments, here and below: RoPE's parameters, and RopeScaling's factor and original_length."""
     return {}
 
 

@@ -254,8 +254,8 @@ def has_weights(folder):
 
 def weight_file(path):
     """Returns the file that holds or lists the weights of the folder `path`: the first of
-    WEIGHT_FILES and ckpt.pt that is there. If `path` is a file, it is returned. Raises UserError if
-    there is none, and for *.gguf."""
+    WEIGHT_FILES and ckpt.pt that is there. A file is returned as it is. Raises UserError if there
+    is none, and for *.gguf."""
     if str(path).endswith('.gguf'):
         raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
                         'PyTorch is installed, see "GGUF and adapters" in docs/models.md')

@@ -153,8 +153,8 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
 
     A vocabulary of characters is written as a tokenizer of RWKV: of llama.cpp's tokenizers that
     take the longest match, only this one needs no end token. types: gguf.TokenType. vocab_size: the
-    model's; ids that the tokenizer lacks get [PAD...] tokens. Raises UserError for a tokenizer that
-    llama.cpp does not have."""
+    model's; [PAD...] tokens fill it up. Raises UserError for a tokenizer that llama.cpp does not
+    have."""
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
                         f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')

@@ -457,7 +457,7 @@ def describe_tokenizer(model_path, vocab_size):
 def locate_tokenizer(description, folder):
     """Returns the description. If it has a path, relative to `folder`, the path is made relative to
     the current folder, and "is_copy" is added, see HFTokenizer; it is true if the path is
-    'tokenizer', as for the tokenizer of a run or a data set."""
+    'tokenizer', as in a run or a data set."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
@@ -527,8 +527,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
     set. data, model: the descriptions of their tokenizers; the model's may be None (unknown).
     dataset, model_name: for the message. vocab_size: of the model. Raises UserError unless the ids
-    of both mean the same tokens; if the model's tokenizer is unknown, unless the data set has one
-    of vocab_size characters."""
+    of both mean the same tokens, or the model's is None and the data set's has vocab_size
+    characters."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:

@@ -130,10 +130,10 @@ def is_temporary(error):
 # one run at a time
 
 class Lease:
-    """The lease of a run: the object `lock` in the folder of the run. The text of the object names
-    the process that holds the lease. Each write names the generation (the bucket's version number
-    of the object) that it replaces, so that the bucket refuses one of two writers. A thread renews
-    the lease. The lease is free if it was not renewed for LEASE seconds by the bucket's clock."""
+    """The lease of a run: the object `lock` in its folder, whose text names the holder. Each write
+    names the generation (version number) that it replaces, so that the bucket refuses one of two
+    writers. A thread renews the lease. The lease is free if it was not renewed for LEASE seconds by
+    the bucket's clock."""
 
     def __init__(self, folder):
         self.url = folder.url
@@ -145,9 +145,9 @@ class Lease:
         self.ended = threading.Event()  # it was given back, or another run has taken it
 
     def wait_until_free(self):
-        """Waits until the lease of another run has expired or was given back. Returns the
-        generation that the next holder replaces, 0 if there is no lease. Raises UserError if the
-        other run renews its lease meanwhile, because that run is alive."""
+        """Waits until the lease of another run has expired. Returns the generation that the next
+        holder replaces, 0 if there is no lease. Raises UserError if the other run renews its lease
+        meanwhile, because that run is alive."""
         first = None
         while True:
             text, found = self.read()
@@ -244,9 +244,9 @@ class BucketRun:
     """The folder of a run in a bucket. It has the methods of DiskRun in checkpoints.py, which
     documents them.
 
-    `files` is a local folder with a copy of config.json, metrics.jsonl, tokenizer/ and, of each
-    complete checkpoint, the files in SMALL. The process that holds the lease writes into `files`
-    and uploads them."""
+    `files` is a local folder: copies of config.json, metrics.jsonl, tokenizer/ and the files in
+    SMALL of each complete checkpoint. The process that holds the lease writes into `files` and
+    uploads them."""
 
     more_errors = (Exception,)  # each client raises exceptions of its own
     is_temporary = staticmethod(is_temporary)
@@ -298,9 +298,8 @@ class BucketRun:
                     self.uploaded[name] = file_state(path)
 
     def upload(self):
-        """Uploads the files in `files` that have changed, except those of checkpoints, and deletes
-        from the bucket those that were removed. Does nothing if this process does not hold the
-        lease. Raises UserError if another run has taken it."""
+        """Uploads changed files, except those of checkpoints, and deletes removed ones from the
+        bucket, if this process holds the lease. Raises UserError if another run has taken it."""
         if not self.lease:
             return
         with self.mutex, explained(self.folder.url):
@@ -416,9 +415,9 @@ def differs_from_object(path, size, crc32c):
 # data sets
 
 def fetch_dataset(url):
-    """Copies the data set gs://bucket/folder to this machine, below the folder JAX_TRANSFORMER_DATA
-    (by default ~/.cache/jax_transformer/data), unless a copy of the same objects is there. Returns
-    the local folder, a Path.
+    """Copies the data set gs://bucket/folder to this machine, below JAX_TRANSFORMER_DATA or
+    ~/.cache/jax_transformer/data, unless a copy of the same objects is there. Returns the local
+    folder, a Path.
 
     If several processes of a machine call this, one fetches and the others wait. Raises UserError
     for a data set without train.bin, and if the bucket refuses, does not answer, or changes

@@ -137,8 +137,7 @@ class DiskRun:
         return checksum(path) != expected
 
     def set_aside(self, step, free):
-        """Renames the folder `step` of a damaged checkpoint to `free`, a path that does not exist
-        yet."""
+        """Renames the folder `step` of a damaged checkpoint to `free`, an unused path."""
         os.rename(step, free)
 
     def write_metrics(self, step, text):
@@ -218,12 +217,11 @@ def quiet_orbax():
 
 
 def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the checkpoint in `folder`, ckpt/, that is
-    complete except for its final name. Then waits until its files and metrics.jsonl are on the
-    disk.
+    """Writes checksums.json, {file: CRC-32}, into the checkpoint in `folder` that is complete
+    except for its final name. Then waits until its files and metrics.jsonl are on the disk.
 
     Orbax calls this function in one process, before it renames the checkpoint, and drops the
-    checkpoint if it raises. Raises RuntimeError if there is no such checkpoint."""
+    checkpoint if it raises."""
     steps = list(folder.glob(UNFINISHED))
     if not steps:
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
@@ -365,10 +363,9 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result, as of an
-    evaluation, names the checkpoint that it was computed with. There is a digest of the manifest,
-    and one of the checksums of each item (folder) of the checkpoint. meta: the metadata of the
-    checkpoint."""
+    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result names its
+    checkpoint. There is a digest of its manifest, and one of the checksums of each item. meta: the
+    metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
@@ -392,10 +389,9 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     """Saves the state after iter_num iterations. Returns once the values are copied; writing is
     asynchronous.
 
-    manager: of open_checkpoints. state: a TrainState. meta: JSON metadata, see OutDir.save.
-    val_loss: the validation loss, which makes the checkpoint a candidate for the best; None without
-    an evaluation. Raises UserError if this checkpoint or the one before it cannot be written (a
-    full disk), and if the folder holds later ones."""
+    meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
+    a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
+    one before it cannot be written (a full disk), and if the folder holds later ones."""
     import orbax.checkpoint as ocp
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
@@ -430,8 +426,7 @@ def as_replicated_global_array(x):
 
 
 def cannot_write(what, manager, error):
-    """Returns the message for a checkpoint that cannot be written. what: its name in the message.
-    error: the exception that `manager` has raised."""
+    """Returns the message that `what`, a checkpoint, cannot be written."""
     folder = manager.directory
     reason = str(error)[:200]
     try:
@@ -554,10 +549,10 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
 
 
 def read_meta(step, is_checked=True):
-    """Returns the metadata of the checkpoint in the folder `step`, a dict; the path of its
-    tokenizer is made relative to the current folder. Raises an exception if it is not a checkpoint
-    of this program, if this version does not know its model, or if is_checked and it lacks the
-    checksums that its metadata promises."""
+    """Returns the metadata of the checkpoint in the folder `step`, with the tokenizer's path
+    relative to the current folder. Raises an exception if it is not a checkpoint of this program,
+    if this version does not know its model, or if is_checked and it lacks the checksums that its
+    metadata promises."""
     meta = read_json(step / 'meta' / 'metadata')
     if meta.get('format', FORMAT) > FORMAT:  # earlier versions wrote none
         raise ValueError(f"it has format {meta['format']}, of a later version; this one reads "
@@ -607,9 +602,8 @@ def restore_items(out_dir, step, items):
 
 
 def load_checkpoint(out_dir: str | Path, step: int, state: Any) -> Any:
-    """Returns `state` with the weights, the optimizer's state, the number of updates and the loss
-    scale of checkpoint `step`. state: an abstract TrainState, as of Layout.abstract_state. Raises
-    UserError if the checkpoint does not fit it."""
+    """Returns `state` with the values of checkpoint `step`. state: an abstract TrainState, as of
+    Layout.abstract_state. Raises UserError if the checkpoint does not fit it."""
     restored = restore_items(
         out_dir, step, {**state.weight_sets(), 'opt_state': opt_state_item(state)})
     others = restored.pop('opt_state')

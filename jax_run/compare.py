@@ -43,10 +43,9 @@ def files_of(folder):
 
 
 def read_run(folder, x):
-    """Returns a dict of the run in a folder: 'folder', 'flags', 'points' (a list of (x, train,
-    val), one for each evaluation), 'unit' of train and val, 'best' (the lowest val on the run's
-    present data), 'val_data' (a digest, '' if not known), 'seconds' and 'speed' (tokens per second,
-    the median).
+    """Returns a dict of the run in a folder: 'folder', 'flags', 'points' [(x, train, val)] of the
+    evaluations, 'unit', 'best' (the lowest val on the present data), 'val_data' (a digest, '' if
+    not known), 'seconds' and 'speed' (median tokens per second).
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
     the run has no evaluation."""
@@ -87,8 +86,8 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest in the latest checkpoint that can be read; None if no checkpoint can be
-    read, or if an earlier version wrote it, without a manifest. files: the folder of the run."""
+    """Returns the manifest in the latest checkpoint that can be read; None if there is no such
+    checkpoint, or if an earlier version wrote it. files: the folder of the run."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')
@@ -110,8 +109,8 @@ def mark_val_data(runs):
 
 
 def print_table(runs):
-    """Prints a line for each of `runs`, of read_run: the flags that differ, the best and the last
-    validation loss, the speed and the seconds."""
+    """Prints a line for each of `runs`: the flags that differ, the losses, the speed and the
+    seconds."""
     names = sorted({name for run in runs for name in run['flags']} - WITHOUT_EFFECT)
     different = []
     for name in names:

@@ -57,8 +57,7 @@ def read_soon(array, starts, n_bytes):
 
 def check_not_cut(array):
     """Raises DataChanged if the file of an array of open_tokens has become shorter. To read behind
-    its end would kill this process by SIGBUS, without a message. An array that is not of
-    open_tokens passes."""
+    its end would kill this process by SIGBUS, without a message. Other kinds of arrays pass."""
     file = getattr(array, '_mmap', None)
     if file is not None and file.size() < array.nbytes:
         raise DataChanged(f'{array.filename} was cut short while it was read: it has '
@@ -87,8 +86,8 @@ SPLITS = ('train', 'val')
 
 
 def check_meta(meta):
-    """Raises an exception, such as ValueError or KeyError, unless the values in `meta`, the content
-    of a meta.json, are there and valid."""
+    """Raises an exception, such as ValueError or KeyError, if a value of `meta`, of a meta.json, is
+    missing or not valid."""
     for name in ('vocab_size', 'row_length', 'max_id'):
         is_optional = name != 'vocab_size'
         if type(meta[name]) is not int and not (is_optional and meta[name] is None):
@@ -123,8 +122,7 @@ def load_dataset_meta(data_dir):
     'pairs' have masks.
 
     A folder with train.bin but no meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises
-    UserError for a missing data set, a damaged meta.json, and nanoGPT's meta.pkl without a
-    meta.json."""
+    UserError for a missing data set, a damaged meta.json, and a meta.pkl alone."""
     data_dir = relative_path(data_dir)
     path = data_dir / 'meta.json'
     meta = dict.fromkeys(COUNTED) | NANOGPT_META
@@ -151,7 +149,7 @@ def load_dataset_meta(data_dir):
 def byte_scale(meta, split):
     """Returns the bytes of a split's text, divided by the bytes of its tokens as load_token_bytes
     counts them. It is below 1 if the tokenizer puts a space before each text. It is 1 if `meta`, of
-    load_dataset_meta, has no counts, as of older data sets. split: 'train' or 'val'."""
+    load_dataset_meta, has no counts, as of older data sets."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
@@ -198,9 +196,8 @@ def load_dataset(data_dir, block_size):
 
 
 def check_size(path, meta, split, block_size):
-    """Raises UserError unless `path`, the file of a split, has a whole number of tokens, more of
-    them than block_size, and as many as `meta` says, if it says how many. meta: of
-    load_dataset_meta."""
+    """Raises UserError unless `path`, the file of a split, has a whole number of tokens, more than
+    block_size, and as many as `meta` says (None: any number)."""
     if not path.exists():
         raise UserError(f'there is no {path}; {remedy_for(path.parent)}')
 
@@ -253,10 +250,9 @@ def load_digests(data_dir):
 
 
 def load_ends(path, n_tokens):
-    """Returns where each conversation of a split ends, int64 [n_conversations]: the number of
-    tokens up to and with its last one. path: of the file. n_tokens: of the split. Raises UserError
-    if the file is missing, or unless the number of conversations is even, each has at least two
-    tokens, and the last ends at n_tokens."""
+    """Returns where each conversation of a split ends, int64 [n_conversations], in tokens from the
+    start of the split, which has n_tokens. Raises UserError if the file is missing, or unless the
+    number of conversations is even, each has at least two tokens, and the last ends at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:

@@ -64,8 +64,8 @@ def merge(path, array, lora, updates):
 
 def load_base(lora, config, layout, change):
     """Loads the weights of the model that LoRA updates. Returns (weights, checksum), as
-    load_weights does. lora: see load_frozen. change: see load_weights. Raises UserError if the
-    model has moved or changed."""
+    load_weights does. change: see load_weights. Raises UserError if the model has moved or
+    changed."""
     check_place(lora)
     params, crc = load_start_weights(lora['base'], config, layout, change)
     check_checksum(lora, crc)
@@ -73,8 +73,8 @@ def load_base(lora, config, layout, change):
 
 
 def check_place(lora):
-    """Raises UserError if the model that LoRA updates, lora['base'], has moved: if nothing is at
-    its absolute path, or no checkpoint at its URL. A name on the hub passes."""
+    """Raises UserError if the model that LoRA updates has moved: if lora['base'] is an absolute
+    path or a URL where it is no more."""
     base = lora['base']
     has_gone = os.path.isabs(base) and not os.path.exists(base)
     if is_url(base):

@@ -114,9 +114,9 @@ class RunLog:
             self.flush()
 
     def flush(self):
-        """Fetches the metrics of the pending iteration and logs them. Raises NotFinite, a
-        UserError, if the loss or the norm of the gradients is not finite. With float16 the norm may
-        be infinite while the loss scale is at least 1: that update was skipped."""
+        """Fetches the pending metrics and logs them. Raises NotFinite, a UserError, if the loss or
+        the gradients' norm is not finite. (With float16 an infinite norm passes while the loss
+        scale is at least 1.)"""
         if self.pending is None:
             return
         iter_num, metrics = self.pending

@@ -92,8 +92,8 @@ def open_manifest(run, data, config):
 
 
 def make_manifest(run, data, config):
-    """Returns the manifest of a run that begins now in this process, see the head of this file;
-    `earlier` and `earlier_data` are empty. run, data, config: see open_manifest."""
+    """Returns the manifest of a run that begins now, see the head of this file. run, data, config:
+    see open_manifest."""
     start = 'pretrained' if run.model.source else 'scratch'
     return {
         'format': FORMAT,
@@ -121,10 +121,9 @@ def flags_of(run):
 
 
 def flatten(manifest):
-    """Returns {description: value} of what several processes must have in common: data, tokenizer,
-    source files, versions, settings, dtype, attention and experts. A message names what differs by
-    the description. The names of the data sets are left out, because each process may have its own
-    folders."""
+    """Returns {description: value} of what all processes must have in common (data, source files,
+    versions and so on), so that a message can name what differs. The names of the data sets are
+    left out, because each process may have its own folders."""
     values = {}
     for i, one in enumerate(manifest['data']):
         number = f' of data set {i}' if len(manifest['data']) > 1 else ''
@@ -187,9 +186,8 @@ def find_settings():
 
 def find_changed(known, now):
     """Compares a manifest `known` with a later one, `now`, except for the data. Returns {part:
-    {name: [before, now]}} of the differences; a name that only one of them has is left out, and so
-    are flags that do not change the iterations. The part 'chosen' has dtype, attention and
-    experts."""
+    {name: [before, now]}} of the differences in names that both have, without flags that do not
+    change the iterations."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]
@@ -374,8 +372,7 @@ def digest_sources():
 
 
 def find_versions():
-    """Returns {name: version} of Python and of the libraries that compute; 'unknown' for a library
-    that no package manager has installed."""
+    """Returns {name: version} of Python and of the libraries that compute."""
     versions = {'python': platform.python_version()}
     for name in LIBRARIES:
         try:

@@ -45,9 +45,9 @@ class OutDir:
         self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
 
     def begin(self, run, manifest, bpb_bytes):
-        """Deletes the checkpoints of an earlier run that is overwritten, opens the run's
-        checkpoints, metrics.jsonl and wandb, and writes config.json, the tokenizer, and the
-        config.json of a pretrained model. For the arguments see writing()."""
+        """Deletes the checkpoints of a run that is overwritten, opens checkpoints, metrics.jsonl
+        and wandb, and writes config.json, the tokenizer, and the config.json of a pretrained model.
+        For the arguments see writing()."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
@@ -87,10 +87,9 @@ class OutDir:
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
-        began: its checkpoint is there already, or nothing has been trained. state: a TrainState.
-        best_val_loss: the lowest so far. val_loss: see save_checkpoint. is_last: whether this is
-        the last checkpoint. Raises UserError if the parameters are not finite, and as
-        save_checkpoint does."""
+        began: its checkpoint is there already, or nothing has been trained. best_val_loss: the
+        lowest so far. is_last: whether this is the last checkpoint. Raises UserError if the
+        parameters are not finite, and as save_checkpoint does."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -216,8 +215,7 @@ def lock_out_dir(out_dir, resumed_at=None):
     if a process does not see it: then the processes have different folders.
 
     Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them: those newer
-    than iteration `resumed_at` (None: without a resume none is) and those with unreadable
-    metrics."""
+    than iteration `resumed_at` (None: none) and those with unreadable metrics."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'

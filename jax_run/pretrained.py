@@ -26,10 +26,9 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 
 
 def pretrained_model(flags, given, meta, dtype):
-    """Returns (the Model, the flags) of a run that starts from the weights of another run or of a
-    pretrained model, flags['init_from']. The flags returned are `flags` with those that describe
-    the model. flags, given: of read_flags. meta: of the first data set, see load_dataset_meta.
-    dtype: of computation."""
+    """Returns (the Model, `flags` with those that describe the model) of a run that starts from the
+    weights of another run or of a pretrained model, flags['init_from']. meta: of
+    load_dataset_meta."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer

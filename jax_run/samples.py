@@ -65,8 +65,8 @@ class SampleFile:
         self.done[row] = line
 
     def append(self, lines):
-        """Appends the lines of a batch, {(number of the prompt, number of the sample): line}. To
-        each line, a dict, it adds these two numbers and the digest of the flags."""
+        """Appends the lines of a batch, {(number of the prompt, number of the sample): line}. Adds
+        these numbers and the digest to each line."""
         texts = []
         for (number, index), line in lines.items():
             line = {**line, 'index': index, 'number': number, 'flags': self.digest}

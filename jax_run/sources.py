@@ -84,11 +84,11 @@ def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, i
     """Draws the sequences of one iteration: (x, y), int32 [n_rows, block_size]; y is one token
     later.
 
-    tokens: an array [n_tokens]. rows: which of the n_rows to return, an array of their numbers, by
-    default all. A pure function of its arguments: returns the sequences from iteration * n_rows on
-    of an endless shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows
-    at random: an epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration
-    means other sequences."""
+    tokens: an array [n_tokens]. rows: which of the n_rows to return, an array, by default all. A
+    pure function of its arguments: returns the sequences from iteration * n_rows on of an endless
+    shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows at random: an
+    epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration means other
+    sequences."""
     rows = np.arange(n_rows) if rows is None else rows
     windows = Windows(tokens, block_size=block_size, seed=seed)
     return windows.get(tokens, windows.locate(iteration * n_rows + rows))
@@ -165,8 +165,8 @@ class Windows:
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
-        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: those of all
-        sequences of an iteration, int64. rows: which of them to return, indices or a slice.
+        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: of all sequences
+        of an iteration, int64. rows: which of them to return.
 
         Returns a batch as read() does, or None if no target of all `numbers` counts. Weights have a
         mean of 1 over the targets of all `numbers`. So the mean of the weighted losses is the mean

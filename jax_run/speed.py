@@ -111,8 +111,8 @@ def describe_drafts(generations):
 
 def bytes_read_per_step(params, config, n_tokens):
     """Returns the bytes of parameters that a decode step reads for n_tokens tokens, those of all
-    rows together. Tables of embeddings and positions are left out, because a step looks up single
-    rows of them. Experts count by the number that tokens choose, see expected_experts."""
+    rows together. Tables that without_tables leaves out do not count, because a step looks up
+    single rows of them. Experts count by the number that tokens choose, see expected_experts."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert

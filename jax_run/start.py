@@ -188,9 +188,8 @@ def new_model(flags, meta, dtype):
 
 
 def continued_model(flags, given, resumed, meta, dtype):
-    """Returns the Model of a run that is resumed. resumed: the metadata of its checkpoint. meta:
-    that of the data set, see load_dataset_meta. Raises UserError if the data set has other
-    tokens."""
+    """Returns the Model of a run that is resumed. resumed: the metadata of its checkpoint. meta: of
+    load_dataset_meta. Raises UserError if the data set has other tokens."""
     out_dir = flags['out_dir']
 
     # the model; only without learned positions may block_size be another
