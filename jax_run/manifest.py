@@ -8,11 +8,11 @@ what `flatten` returns before they train together. It holds no path, host or use
 |---|---|
 | `format` | 1 |
 | `data` | a list of the data sets: `name`, `fraction`, `files`, see `describe_file` |
-| `earlier_data` | a list, if a resume changed the data: the `data` `until` an iteration |
-| `earlier` | a list, if a resume changed `flags` and so on: the changes, `until` an iteration |
+| `earlier_data` | [{'until': iteration, 'data': earlier `data`}], for each resume that changed it |
+| `earlier` | [{'until': iteration, 'flags': changes, ...}], for each resume that changed some |
 | `tokenizer` | digest of the data's tokenizer |
 | `start` | 'scratch', 'pretrained', or 'lora' of a pretrained model |
-| `sources` | digest of each source file of the product |
+| `sources` | {path: digest} of this program's source files |
 | `commit` | of a git checkout, with `+` if its files have been changed; None elsewhere |
 | `versions` | of Python and of the libraries that compute |
 | `settings` | of jax, and `XLA_FLAGS` without paths, that change numbers |
