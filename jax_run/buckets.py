@@ -21,10 +21,10 @@ from pathlib import Path
 
 from jax_flags import TryAgain, UserError, lock_file, read_json, write_json
 
-# Seconds without a byte after which a request has failed.
-SILENCE = 30
 # Seconds without a renewal after which the lease of a run is free.
 LEASE = float(os.environ.get('JAX_TRANSFORMER_LEASE', 60))
+# Seconds without a byte after which a request has failed.
+SILENCE = LEASE / 2
 
 # The object that completes a checkpoint, which Orbax writes last.
 COMMITTED = 'commit_success.txt'
