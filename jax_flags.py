@@ -25,9 +25,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.12 -m venv '
-               '.venv && . .venv/bin/activate && pip install -r requirements_jax.txt')
-if sys.version_info < (3, 11):  # checked before any syntax that an older Python cannot read
+# checked before any syntax that an older Python cannot read
+IS_OLD = sys.version_info < (3, 11)
+ENVIRONMENT = ('activate the environment of this project, or make one, as with: python3.'
+               f'{12 if IS_OLD else sys.version_info.minor} -m venv .venv && . .venv/bin/activate && '
+               'pip install -r requirements_jax.txt')
+if IS_OLD:
     print(f'error: {sys.executable} is Python {platform.python_version()}, and JAX takes 3.11 or '
           f'newer: {ENVIRONMENT}', file=sys.stderr)
     sys.exit(2)  # the code of a mistake, after which no loop starts the command again
