@@ -1,6 +1,7 @@
 """--verify: a run is trained again from checkpoint to checkpoint, and what was changed in it is named; rows of
 tools/five_minutes.py, of which the beginning is."""
 import json
+import re
 
 import jax
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 
 from jax_run.checkpoints import checkpoint_steps
 from tests.common import (
-    FAMILIES, RESUME, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
+    FAMILIES, RESUME, ROOT, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
     write_random_data)
+from tools.five_minutes import print_row
 
 TRAIN = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--eval_iters=1',
          '--learning_rate=1e-2', '--warmup_iters=1', '--lr_decay_iters=6', '--max_iters=6', '--eval_interval=2',
@@ -202,3 +204,12 @@ def test_a_row_of_five_minutes_can_be_checked(row, tmp_path):
     assert 'seed 1, 6 of 6 iterations: differs, losses by up to 0.5\n' in result.stdout
     assert 'seed 2, 6 of 6 iterations: differs, losses by up to 0\n' in result.stdout
     assert result.stdout.count('source jax_ops/layers.py: abc in the row, ') == 1  # not for each seed
+
+
+def test_our_row_of_five_minutes_is_that_of_the_table(capsys):
+    row = json.loads((ROOT / 'docs' / 'five_minutes' / 'epyc_2_cores.json').read_text())
+    print_row(row)
+    assert capsys.readouterr().out.splitlines()[-1] in (ROOT / 'docs' / 'lab_log.md').read_text().splitlines()
+    assert [one['seed'] for one in row['seeds']] == [1337, 1338, 1339] and row['flags'] == []
+    assert re.fullmatch('[0-9a-f]{40}', row['manifest']['commit'])  # of a tree without other changes
+    assert all(one['digest_begin'] and one['iterations'] > 1000 for one in row['seeds'])
