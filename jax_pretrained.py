@@ -406,8 +406,9 @@ def derive_gpt2_config_json(config):
 
 
 def differences(config, hf, source):
-    """Returns a list of 'name=value', one for each field of config whose value is not what the
-    config.json `hf`, a dict, means. source: the path of hf for messages."""
+    """Compares a GPTConfig with `hf`, the content of a config.json, a dict. Returns a list of
+    'name=value', config's value, for the fields in which the models differ. source: the path of
+    the config.json, for messages."""
     theirs = meaning(read_config(hf, source)[0])
     different = []
     for name, value in meaning(config).items():

@@ -426,8 +426,8 @@ class TextModel:
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Returns a row for score, (ids, start); ids[start:] is the continuation. Without a
-        context, the row begins with the token of encode_document; if there is none, with the
-        continuation, whose first token is then not scored.
+        context, the row begins with the tokenizer's start token (see encode_document). If it has
+        none, the first token of the continuation takes its place and is not scored.
 
         Texts are divided into tokens as in lm-eval: spaces at the end of the context belong to the
         continuation. Raises UserError if the continuation has no token of its own."""

@@ -154,8 +154,8 @@ class Batch:
         self.decoder = None
 
     def decode(self, rows, n_new):
-        """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK; one while
-        steps are slow."""
+        """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK tokens. In a
+        single process a chunk is one token until a decode step has taken at most SLOW_STEP."""
         # the others make room
         for other in self.rows:
             if other not in rows:

@@ -500,8 +500,9 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Hands over the pieces of an answer and yields True after each. Returns whether the client
-        has stayed to the end."""
+        """Decodes an answer and yields True after each piece. Puts the text into job.events: for a
+        stream at most every PAUSE seconds and at the end, otherwise only at the end. Returns
+        whether the client has stayed to the end."""
         text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:

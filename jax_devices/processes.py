@@ -171,13 +171,14 @@ if HANGUP is not None:
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
-    A second signal ends the process at once, except while it saves, and except if one of the two is
-    SIGHUP, because a closed terminal sends several signals. With nothing_to_save the first signal
-    ends the process. In a notebook a second signal raises KeyboardInterrupt instead, because the
-    process must live on. SIGHUP stays ignored under nohup.
+    A second signal ends the process at once. It has no effect during a save, or if it or the first
+    signal is SIGHUP, because a closed terminal sends several signals. With nothing_to_save the
+    first signal ends the process. In a notebook a second signal raises KeyboardInterrupt instead,
+    because the process must live on. SIGHUP stays ignored under nohup.
 
-    A thread answers each signal with a line on stderr. Python runs signal handlers only between two
-    steps of the main thread, and a compilation, or loading the weights, is one step."""
+    A thread answers each signal with a line on stderr, because Python's own handlers run only in
+    the main thread, between two bytecode instructions: not before a long call in compiled code,
+    such as a compilation or loading the weights, has returned."""
 
     owns_process = True  # whether the process ends with the run
 

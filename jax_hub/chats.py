@@ -466,10 +466,11 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns warnings about a conversation, a list of sentences. They name the parts that the
-    template leaves out, so that a model is trained without them. Another one warns if `ids`, the
-    tokens of the conversation, do not begin with the prompt for the last answer that counts.
-    counted: the numbers of the messages that are answers and count."""
+    """Returns warnings about a conversation, a list of sentences: one for each kind of content that
+    the template leaves out, because the model would be trained without it; and one if `ids`, the
+    tokens of the conversation, do not begin with the prompt that asks for its last counted answer.
+
+    counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
     left_out = left_out_parts(tokenizer, chat, parts)

@@ -195,8 +195,8 @@ def escape_char(c):
 def read_tokens(description, tokenizer, types):
     """Returns the texts and types of the tokens of an HFTokenizer, one of each for every id.
 
-    description: the object in its tokenizer.json. types: gguf.TokenType. Raises UserError for a
-    token that llama.cpp does not have."""
+    description: the object in its tokenizer.json. types: gguf.TokenType. Raises UserError for an
+    added token with lstrip, rstrip or single_word, which llama.cpp does not support."""
     # an id that the vocabulary leaves out is padding
     texts = [f'[PAD{i}]' for i in range(tokenizer.vocab_size)]
     kinds = [types.UNUSED] * len(texts)

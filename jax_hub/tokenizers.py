@@ -177,8 +177,8 @@ class HFTokenizer:
         return ids[:len(ids) - self.n_behind] if begin else ids
 
     def check_characters(self, text):
-        """Raises UserError if this is a vocabulary of characters that lacks some of the text's:
-        they would be left out without a word."""
+        """Raises UserError if the vocabulary consists of single characters and lacks a character of
+        the text, because the tokenizer would drop it silently."""
         if self.has_letters_only:
             check_characters(text, self.ids)
 

@@ -38,7 +38,7 @@ class Scores:
     chunk: int = 0  # number of positions in a chunk (causal_mask); 0 is one chunk for all
 
     def scale_of(self, width):
-        """Returns the factor of the products of heads of this width."""
+        """Returns the factor of q k^T: scale, or the default for heads of `width` channels."""
         return self.scale or width**-0.5
 
     def of_keys(self, q, k, mask):

@@ -38,7 +38,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
 
     def mix_own(weights, *tokens):
-        """Returns the part of this device's experts in the sums."""
+        """Returns what this device's experts add to the sums, summed over sum_axes."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
         y_PxD = mix(first_expert, weights, *tokens)
         with jax.named_scope('reduce_scatter'):

@@ -26,9 +26,9 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 
 
 def pretrained_model(flags, given, meta, dtype):
-    """Returns (the Model, `flags` with those that describe the model) of a run that starts from the
-    weights of another run or of a pretrained model, flags['init_from']. meta: of
-    load_dataset_meta."""
+    """Makes the Model of a run that starts from flags['init_from']: the weights of another run or
+    of a pretrained model. Returns (Model, flags), in which the flags that describe the model have
+    its values. given: the flags that the user gave. meta: what load_dataset_meta returns."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer

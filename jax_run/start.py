@@ -261,8 +261,8 @@ def open_program(run, data, layout, objective):
     """Builds the Program of a run from its flags, its data, its model and the devices. Raises
     UserError if the devices cannot split or compute the model.
 
-    objective: see assemble. The Program trains with sequences of flags['block_size']. A RoPE model
-    keeps a longer context in its checkpoints, which hold run.model.config.architecture()."""
+    objective: see assemble. The Program trains with sequences of flags['block_size'] tokens.
+    Checkpoints store the block_size of run.model.config, which can be larger with RoPE."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)
