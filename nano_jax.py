@@ -1,9 +1,9 @@
-"""nanoGPT in one file: trains GPT-2 on all devices and samples from it, by jax and numpy alone.
+"""nanoGPT in one file: trains GPT-2 on all devices and samples from it, by jax and numpy.
 
 $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
 With the same flags and seed it has the numbers of train_jax.py (tests/test_nano_jax.py), but for
-last bits: that one adds up in another order and has a float32 learning rate. Left out are dropout,
+last bits: that one sums in another order and computes the lr in float32. Left out are dropout,
 checkpoints, bfloat16, sharded and other models. Two ideas: parameters are dicts of arrays, which
 are passed in, and a training step returns new ones; jax.jit compiles a function, jax.grad makes its
 gradient. Shapes are in names, as in q_BxTxHxK: B sequences, N of an iteration, T tokens of each, S
@@ -34,7 +34,7 @@ weight_decay = 1e-1 # on matrices and embeddings, not on biases and norms
 beta1 = 0.9 # decay of AdamW's mean of gradients
 beta2 = 0.99 # decay of AdamW's mean of squared gradients
 grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
-warmup_iters = 100 # iterations of linear warm-up; a tenth of lr_decay_iters if that is not longer
+warmup_iters = 100 # iterations of linear warm-up; if not below lr_decay_iters, a tenth of that
 lr_decay_iters = 0 # iteration at which the cosine reaches min_lr; 0 is max_iters
 min_lr = 1e-4 # lowest learning rate
 start = '\n' # the prompt of the sample at the end
@@ -89,7 +89,7 @@ def attention(p, x_BxTxD, cfg, cache=None, first=0):
     """Returns (y_BxTxD, the new cache). cache: keys and values of the `first` tokens before x."""
     B, T, D = x_BxTxD.shape
     H, K = cfg.n_head, D // cfg.n_head
-    # queries, keys and values of all heads, in one product; without a cache S is T
+    # queries, keys and values of all heads, in one product; S is T until the cache is added
     q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = [
         a.reshape(B, T, H, K) for a in jnp.split(linear(p['c_attn'], x_BxTxD), 3, axis=-1)]
     # with a cache: write the new keys and values at their positions; the mask hides unused slots
@@ -132,7 +132,7 @@ def load_data(folder):
     splits = {split: np.memmap(folder / f'{split}.bin', meta['dtype'], 'r')
               for split in ('train', 'val')}
     kind, chars = meta['tokenizer']['kind'], meta['tokenizer'].get('chars')
-    if meta.get('row_length') or kind not in ('char', 'gpt2'):
+    if meta.get('row_length') or kind not in ('char', 'gpt2'):  # row_length: packed rows
         sys.exit(f'{folder}: this reads texts of characters or of GPT-2 tokens, no other data')
     if kind == 'gpt2':
         import tiktoken  # the one other package, for these data only
@@ -185,7 +185,7 @@ def adamw(params, grads, moments, lr, cfg):
 
 def make_train_step(cfg, mesh):
     """Makes train_step(params, moments, x, y, lr) -> (params, moments, loss): an iteration."""
-    # steps of each device; one takes a part of a micro-batch if the devices do not divide them
+    # steps per device; if mesh.size does not divide the micro-batches, a step takes a part of one
     n_micro = cfg.gradient_accumulation_steps
     n_micro //= math.gcd(n_micro, mesh.size)
 
@@ -193,7 +193,7 @@ def make_train_step(cfg, mesh):
         # forward and backward by micro-batch, added up; x and y are this device's share of N rows
         def micro_step(total, xy):
             loss_grads = jax.value_and_grad(loss_fn)(params, *xy, cfg)
-            return jax.tree.map(jnp.add, total, loss_grads), None  # scan: (the sum so far, no rows)
+            return jax.tree.map(jnp.add, total, loss_grads), None  # (sum so far, nothing per step)
 
         micro_xy = [a.reshape(n_micro, -1, cfg.block_size) for a in (x_NxT, y_NxT)]
         zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
