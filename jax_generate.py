@@ -7,8 +7,8 @@ decode with its three steps; the Decoder, which calls them; the two public funct
 start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
 
 The letters of shapes are those of jax_transformer.py. In addition N is the width of the token
-buffer, and J the number of drafts. Where rows are scored, R is the number of rows, P the number of
-tokens that the rows of an item share, N that of the tokens after these."""
+buffer, and J the number of drafts. In the code that scores, R is the number of rows, P the number
+of tokens that all rows of an item share, and N the number of tokens after these."""
 import contextlib
 import dataclasses
 import functools
@@ -49,8 +49,8 @@ LARGEST_BIAS = 32
 
 class Controls(struct.PyTreeNode):
     """The values of a Sampling that compiled functions take as arguments: other values do not
-    recompile, except n_vocab. None is off, and its computation is not compiled. If rows differ, a
-    control is an array [B, 1]."""
+    recompile, except n_vocab. A control that is None is off, and its computation is not compiled.
+    If the rows of a batch have different values, a control is an array [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: Any = ()  # int32 [n] or [B, n]; another n recompiles
     temperature: Any = None  # None is greedy
@@ -281,8 +281,8 @@ def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, tok
 
 def prefill(params: dict, cache: dict, idx_BxT: np.ndarray, position_BxT: np.ndarray, *,
             config: GPTConfig, with_output: bool = False) -> Any:
-    """Returns the KV cache with one piece of the prompts added; with_output: (the last layer's
-    output [B, T, D], the cache). idx_BxT, position_BxT: the tokens of the piece and their
+    """Returns the KV cache with one piece of the prompts added; if with_output, returns (the last
+    layer's output [B, T, D], the cache). idx_BxT, position_BxT: the tokens of the piece and their
     positions, PAD for padding.
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
@@ -426,8 +426,8 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
     """Returns drafts [n_draft] for a row, the first `length` of tokens_N: the tokens after an
     earlier occurrence of its last tokens (prompt lookup,
     https://github.com/apoorvumang/prompt-lookup-decoding). The occurrence that agrees in most
-    tokens, up to NGRAM, is taken; of several, the latest. If the drafts reach the end of the row,
-    they start again after that occurrence, as a text that repeats itself does."""
+    tokens, up to NGRAM, is taken; of several, the latest. If there are fewer tokens after the
+    occurrence than drafts, these tokens are repeated."""
     # for each index, how many tokens up to it equal the last tokens of the row
     i_N = jnp.arange(len(tokens_N))
     last = length - 1
@@ -445,9 +445,9 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
 # the Decoder calls the compiled functions
 
 def commit(tree: Any, params: dict) -> Any:
-    """Returns the tree committed to the device of params, as results of compiled functions are;
-    else decode and prefill would be compiled again for their own results. If params are on several
-    devices, returns the tree unchanged."""
+    """Returns the tree committed to the device of params, as results of compiled functions are.
+    Without this, decode and prefill would be compiled twice: for the tree, and for their own
+    results. If params are on several devices, returns the tree unchanged."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
@@ -487,8 +487,8 @@ class Decoder:
             'as_bits': on_cpu}
 
     def continue_from(self, prefix_cache: 'PrefixCache', tokens_T: np.ndarray) -> int:
-        """Takes over the cache of a PrefixCache. Returns how many tokens at the beginning of
-        tokens_T this cache holds."""
+        """Takes over the cache of a PrefixCache. Returns how many of the first tokens of tokens_T
+        are in this cache."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
             self.drop_drafts()
@@ -598,8 +598,8 @@ def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarra
     end_B[b] tokens, as an index into the first array, [B]).
 
     The rows to prefill are one row of each distinct prompt, filled up to a power of two with copies
-    of the first, so that other numbers of distinct prompts compile nothing new. If that is no fewer
-    than all rows, they are all rows."""
+    of the first, so that another number of distinct prompts rarely compiles anew. If this power of
+    two is not below the number of all rows, all rows are prefilled."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -643,8 +643,8 @@ class PrefixCache:
         self.drafts_are_useless = False
 
     def take(self, tokens_T: np.ndarray, options: dict) -> tuple[dict | None, int, int]:
-        """Returns (the cache, its number of slots, how many tokens at the beginning of tokens_T it
-        holds); (None, 0, 0) if there is none that was made with these options, a Decoder's
+        """Returns (the cache, its number of slots, how many of the first tokens of tokens_T it
+        holds); (None, 0, 0) if no cache is kept, or if its options differ. options: a Decoder's
         cache_options."""
         cache, self.cache = self.cache, None
         is_gone = cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache))
@@ -725,12 +725,12 @@ def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens
         token) and why the row ended.
     logprobs: whether to return a GenerationResult with the log-probabilities of generated tokens.
 
-    The prompts are prefilled in pieces, equal prompts once, without their last token, which the
-    first decode step feeds. Each new token costs the computation of one position. With learned
-    positions, nanoGPT's rule holds past block_size: a token is conditioned on the last block_size
-    tokens. Their positions have all changed, so that the token costs block_size positions. With
-    RoPE, positions continue past block_size, and a layer attends to the last block_size keys at
-    most.
+    The prompts are prefilled in pieces; equal prompts are computed once. The last token of a prompt
+    is not prefilled: the first decode step feeds it. Each new token costs the computation of one
+    position. With learned positions, nanoGPT's rule holds past block_size: a token is conditioned
+    on the last block_size tokens. Their positions have all changed, so that the token costs
+    block_size positions. With RoPE, positions continue past block_size, and a layer attends to the
+    last block_size keys at most.
 
     Raises UserError for invalid prompts or options."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
@@ -756,8 +756,8 @@ def generate_stream(
 
     chunk: the number of tokens between two results, or a function that returns it, called before
     each chunk; if not given, all further tokens come at once.
-    prefix_cache: a PrefixCache, for a batch of one row: what this row has in common with the
-    beginning of the last call's row is not computed again.
+    prefix_cache: a PrefixCache, for a batch of one row. The tokens with which both this row and the
+    row of the last call begin are not computed again.
     The other parameters are those of generate."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
     sampling = with_changes(sampling, max_new_tokens, changes)
@@ -776,17 +776,17 @@ def generate_stream(
 
 
 def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) -> Sampling:
-    """Returns the Sampling with the fields in `changes` replaced; also its max_new_tokens, unless
-    the argument is None."""
+    """Returns the Sampling with the fields in `changes` replaced, and also max_new_tokens if the
+    argument is not None."""
     if max_new_tokens is not None:
         changes = {**changes, 'max_new_tokens': max_new_tokens}
     return dataclasses.replace(sampling, **changes)
 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
-    """Raises UserError if cache_dtype is unknown, or if it has 8 bits although a bias in c_attn (of
-    queries, keys or values) has a norm above LARGEST_BIAS in some head: beside such a bias, 8 bits
-    round the rest away."""
+    """Raises UserError if cache_dtype is unknown, or if it has 8 bits and a bias in c_attn (of
+    queries, keys or values) has a norm above LARGEST_BIAS in some head. With such a bias, rounding
+    to 8 bits loses the rest."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -899,9 +899,9 @@ def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> Gene
 
 def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
                   prompt_lengths_B: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (tokens int32 [B, T] with 0 for padding, lengths int32 [B]; all T if prompt_lengths_B
-    is None). Raises UserError for a wrong shape, a wrong length, or a token id outside the
-    vocabulary."""
+    """Returns (tokens int32 [B, T] with 0 for padding, lengths int32 [B]). If prompt_lengths_B is
+    None, all lengths are T. Raises UserError for a wrong shape, a wrong length, or a token id
+    outside the vocabulary."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
     if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
         raise UserError('prompts must be [batch, tokens] with at least one token, not of shape '
@@ -1008,9 +1008,9 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
                  cache_dtype: str, with_top: bool) -> None:
     """Scores at most `most` groups of Rows, and writes the results into the Rows.
 
-    The tokens that the rows of a group share are prefilled once. Then each row's remaining tokens
-    are fed, `most` rows at a time, those with the most remaining tokens first, and scored from the
-    row's start on."""
+    The tokens that the rows of a group share are prefilled once. Then the remaining tokens of the
+    rows are fed, `most` rows at a time; the rows with the most remaining tokens come first. In each
+    row the tokens from `start` on are scored."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1157,8 +1157,8 @@ def piece_length(n_tokens: int, least: int) -> int:
 def row_width(n_tokens: int) -> int:
     """Returns the width of the equal pieces in which scored rows of up to n_tokens are fed.
 
-    It is at most PIECE, and rounded up to one of at most four sizes per doubling, from 4 on: rows
-    are often short, and padding to the next power of two could double their work."""
+    It is at most PIECE, and rounded up by four_per_octave, from 4 on. Rows are often short, and
+    padding to the next power of two could double their work."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
@@ -1180,11 +1180,11 @@ def round_up_slots(n: int) -> int:
 
 
 def choose_slots(needed: int, longest: int, block_size: int) -> int:
-    """Returns the number of slots of a KV cache that needs `needed` slots now and `longest` at the
+    """Returns the number of slots for a KV cache that needs `needed` slots now and `longest` at the
     end.
 
-    If `longest`, rounded up by four_per_octave, is at most twice round_up_slots(needed), it takes
-    that many at once. Else it takes round_up_slots(needed), and the cache grows later. The result
+    This is `longest`, rounded up by four_per_octave, if that is at most twice
+    round_up_slots(needed). Else it is round_up_slots(needed), and the cache grows later. The result
     is never more than block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)

@@ -224,8 +224,9 @@ class Objective:
     batch {'x', 'y' [B, T], ...}. They return {name: scalar}.
     means: the means over the samples of a training batch. The step minimizes 'loss', and logs the
     names in `metrics`.
-    sums: the sums over the sequences of an evaluation's batch with is_row [B] = 1; sequences with 0
-    only fill up the last batch. A sample of several sequences counts once for each sequence.
+    sums: the sums over those sequences of an evaluation's batch where is_row [B] is 1; where it is
+    0, they only fill up the last batch. A sample of several sequences counts once for each
+    sequence.
     has_reference: whether the batch needs 'reference_loss' [B, T], the loss of each token by the
     model without LoRA's updates and without dropout."""
     means: Callable
@@ -235,8 +236,8 @@ class Objective:
 
 
 def language_model_means(loss_BxT: Array, batch: dict) -> dict:
-    """Returns {'loss': the mean over all tokens}; if the batch has 'weight' [B, T], each token's
-    loss is multiplied by it before."""
+    """Returns {'loss': the mean over all tokens}. If the batch has 'weight' [B, T], each token's
+    loss is first multiplied by its weight."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
@@ -245,10 +246,9 @@ def language_model_means(loss_BxT: Array, batch: dict) -> dict:
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     """Returns {'loss': the sum over the sequences of their mean loss}.
 
-    If the batch has 'weight' [B, T], each token's loss is multiplied by it before; it is 0 in
-    sequences that only fill up the batch. 'spelled' [B, T] is the same weight, but 0 for tokens
-    without bytes. If the batch has it, the result has the sum with this weight, too, as
-    'spelled'."""
+    If the batch has 'weight' [B, T], each token's loss is first multiplied by its weight, which is
+    0 in sequences that only fill up the batch. If the batch has 'spelled' [B, T], the same weight
+    but 0 for tokens without bytes, the result has 'spelled', too: the sum with this weight."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -390,11 +390,11 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
     state.ema, see running_mean.
 
     batch: M micro-batches, averaged into one update. It has x and y [M, B, T]; seq_id [M, B], the
-    numbers of the sequences in the run; and weight, start and padding [M, B, T] if the data has
+    indices of the sequences in the run; and weight, start and padding [M, B, T] if the data has
     them.
     metrics: float32 scalars. The objective's metrics and 'balance' (with a load-balancing loss of
-    experts) are means over micro-batches and devices. Others are grad_norm, before clipping; lr;
-    and loss_scale of float16. A metric that you add here is logged without more code.
+    experts) are means over micro-batches and devices. The others are grad_norm (before clipping),
+    lr, and, in float16, loss_scale. A metric that you add here is logged without more code.
 
     Raises UserError if a loss_chunk below block_size does not divide it."""
     # with pmap or zero=1, all_reduced adds the reduction over the devices; else it returns
@@ -565,15 +565,16 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
 def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: Layout, *,
                       batch_size: int, eval_iters: int, token_bytes: np.ndarray | None = None,
                       stop_signal: Callable = lambda: 0) -> dict | None:
-    """Evaluates the model with these parameters on sources. Returns {'train': {'loss': loss},
-    'val': {'loss': loss}}, each the mean over eval_iters * batch_size sequences.
+    """Evaluates the model with these parameters on the sources in `splits`. Returns {'train':
+    {'loss': loss}, 'val': {'loss': loss}}, each the mean over eval_iters * batch_size sequences.
 
     The sequences are the same at every evaluation, for any seed and number of devices, so that
     curves can be compared. If a source has a mask, the mean is over the tokens that count. The
     objective's other metrics stand beside the loss.
 
     eval_step: layout.jit_eval_step(make_eval_step(...)), which evaluates batch_size sequences per
-    device and call. splits: {'train': source, 'val': source}, of sources.py, but no Mixture.
+    device and call. splits: {'train': source, 'val': source}; a source is a class of sources.py,
+    not Mixture.
     token_bytes: number of bytes of each token id. If given, 'bpb' is the bits per byte of the
     tokens that count and have bytes; pairs have none.
     stop_signal: a function that returns a number, the same in all processes. If it returns another

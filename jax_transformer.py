@@ -43,8 +43,8 @@ from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding,
 class GPTConfig:
     """The architecture. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    The groups rope_scaling, mla and moe may be given as dicts, tuples as lists. Raises UserError
-    for impossible values, see check_numbers and check_config."""
+    rope_scaling, mla and moe (groups of fields) may be given as dicts, and tuples as lists. Raises
+    UserError for impossible values, see check_numbers and check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -96,7 +96,7 @@ class GPTConfig:
     has_gate: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        """Makes the groups from dicts, checks the fields, and sets the derived attributes kv_heads,
+        """Converts dicts to groups, checks the fields, and sets the derived attributes kv_heads,
         head_width, mlp_width and has_gate."""
         # a frozen dataclass is set by its __dict__
         for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
@@ -596,8 +596,8 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
     Returns (the keys and values that the queries attend to, {name: [B, S, G, K]}; their positions,
-    [B, S] or [1, S]; the new cache). A ring may return S + T of them: its old ones, then the
-    new."""
+    [B, S] or [1, S]; the new cache). For a ring, S may become S + T: the old keys and values of all
+    slots, then the new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -611,7 +611,8 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
     """Does the work of update_kv_cache for a ring, where slot == position % S.
 
     A token is overwritten once it is out of the attention span. A cache with fewer slots than the
-    span can only hold the positions below S; grow_cache must enlarge it before others come."""
+    span can only hold the positions below S; grow_cache must enlarge it before a later position is
+    written."""
     B, T = next(iter(new_kv.values())).shape[:2]
     S = next(iter(cache.values())).shape[2]
     span = attention_span(config, layer_type)
@@ -688,7 +689,8 @@ def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Arr
     - Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies
       all of it before and after a loop of decoding.
     - XLA:CPU lowers a scatter to one slot to an update that is fused into every reader and copies
-      the cache. Writing the vector twice, once out of range, keeps it a scatter."""
+      the cache. So the vector is written a second time, to a slot out of range: that stays a
+      scatter."""
     x_BxTxG = x_BxTxG.astype(held_dtype(cache_BxGxS))
     x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG, cache_BxGxS.dtype)
     if slot_BxT.size == 1:
@@ -732,7 +734,7 @@ def cache_bytes(config: GPTConfig, n_positions: int, dtype: str = 'auto') -> int
 
 def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'auto',
                n_draft: int = 0, *, as_bits: bool = False) -> dict:
-    """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see the slot rule.
+    """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see THE SLOT RULE above.
 
     A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's.
@@ -976,8 +978,8 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
 
 def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
-    arXiv:2104.09864), in float32. With config.rope_width, K is that width: only so many first
-    channels form pairs, and the others are unchanged."""
+    arXiv:2104.09864), in float32. If config.rope_width is set, it takes the place of K: only the
+    first rope_width channels form pairs, and the others are unchanged."""
     frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
     # [B, T, 1, K / 2]
     angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)

@@ -90,7 +90,7 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first key position that a query at `position` may attend to by causal_mask.
+    """Returns the first key position that causal_mask allows for a query at `position`.
 
     In packed rows (start_BxT is given) chunks begin with each conversation. Then the result is a
     lower bound: a query attends to at most `chunk` positions, its own included."""
@@ -294,9 +294,9 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
 # chunked attention: training on any backend
 
 class Sequence(NamedTuple):
-    """Queries, keys and values of one sequence, heads first; with a leading axis, of all sequences.
-    The Q = H / G query heads of a group are folded into the time axis, as in
-    dot_product_attention."""
+    """Queries, keys and values of one sequence, with the axis of heads first. If all arrays have
+    one more axis in front, they are those of all sequences. The Q = H / G query heads
+    of a group are folded into the time axis, as in dot_product_attention."""
     q_GxTQxK: jax.Array
     k_GxSxK: jax.Array
     v_GxSxK: jax.Array
@@ -370,9 +370,9 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
 
 def attend_sequence(common, sequence, n, in_loop):
-    """Computes chunked_attention of one Sequence, n queries at a time (a multiple of n for long
-    ones) -> [G, T Q, K]. in_loop: whether it is the body of a loop, where XLA cannot merge a
-    block's recomputation with its forward pass."""
+    """Computes chunked_attention of one Sequence -> [G, T Q, K], n queries at a time; for a long
+    sequence, a multiple of n. in_loop: whether the call is in the body of a loop, where XLA cannot
+    merge a block's recomputation with its forward pass."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # fewer than 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
@@ -462,8 +462,8 @@ def attend_block(common, first, first_key, block):
 
 
 def count_probs(common, first, first_key, shape):
-    """Returns a number for each attention probability of a block, uint32 [G, T Q, S], for dropout
-    to hash. They are entries of flat_index([H / Q, n_positions Q, n_positions]) of the whole
+    """Returns an index for each attention probability of a block, uint32 [G, T Q, S], for dropout
+    to hash. The indices are entries of flat_index([H / Q, n_positions Q, n_positions]) of the whole
     sequence on all devices, so that several devices drop the same probabilities as one device.
 
     first, first_key: positions of the block's first query and first key. shape: [G, T Q, S]."""

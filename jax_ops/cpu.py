@@ -48,11 +48,11 @@ def transpose_materialized(x):
 
 
 def two_rows(multiply, x, y):
-    """Computes multiply(x, y). If x [..., 1, K] has one row, multiply sees it twice, and the first
-    row of its result is returned.
+    """Computes multiply(x, y). If x [..., 1, K] has one row, passes this row twice, and returns the
+    first row of the result.
 
-    For a matmul of one row XLA:CPU converts a bfloat16 matrix to float32. It also hoists these
-    copies of all weights out of the decode loop."""
+    For a matmul of one row XLA:CPU would convert a bfloat16 matrix to float32, and keep such copies
+    of all weights during the decode loop."""
     has_several_rows = x.size > x.shape[-1]
     if has_several_rows:
         return multiply(x, y)
@@ -112,8 +112,8 @@ def int16_lane_terms(n):
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
-    """Computes x @ w.T -> float32 [1, O] of bfloat16 arrays, for one row of x: twice as fast
-    (docs/lab_log.md#bfloat16-rows).
+    """Computes x @ w.T -> float32 [1, O] of bfloat16 arrays, for one row of x, twice as fast as
+    XLA:CPU's matmul (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU:
     - FLOAT_LANES sums side by side fill vector registers; with 32 sums a core skips every other

@@ -18,10 +18,10 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, except those of experts and routers; on one CPU device all
-    kernels in float32 and bfloat16 do, except those of routers. Empties the dict `params`: each
-    entry is removed before its conversion, so that memory need not hold the model twice. Raises
-    UserError for an unknown `quantize`."""
+    On one GPU kernels become Transposed, except those of experts and routers. On one CPU device, if
+    `dtype` is float32 or bfloat16, they all do, except those of routers. Empties the dict `params`:
+    each entry is removed before its conversion, so that memory need not hold the model twice.
+    Raises UserError for an unknown `quantize`."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
@@ -54,7 +54,7 @@ def devices_of(tree):
 
 def map_kernels(change, params):
     """Returns the parameters with each leaf replaced by change(path, kernel). kernel: a Kernel; an
-    array is a Plain. path: a tuple of names."""
+    array is passed as a Plain. path: a tuple of names."""
     def change_leaf(path, p):
         return change(tuple(part.key for part in path), as_kernel(p))
 

@@ -89,8 +89,8 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
     the ranks of its experts, once to each.
 
     Each round is an all-to-all of `capacity` rows for each of M ranks (unused rows have expert -1),
-    then mix, then an all-to-all of the results. There are as many rounds as the largest number of
-    rows from one rank to another needs, so no token is dropped; with balanced routing one round is
+    then mix, then an all-to-all of the results. The largest number of rows from one rank to another
+    determines the number of rounds, so no token is dropped; with balanced routing one round is
     enough. (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
@@ -174,8 +174,8 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
     not in 0 .. E-1.
 
-    way: see choose_experts. If rows are few (can_be_chosen), as in decoding, a CPU computes them
-    one by one, with weights as convert_params_for_decoding makes them. All others are computed in
+    way: see choose_experts. On a CPU, a few rows (can_be_chosen), as in decoding, are computed one
+    by one, with weights as convert_params_for_decoding makes them. Otherwise rows are computed in
     blocks of one expert each."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map

@@ -20,7 +20,8 @@ from jax_ops.sharding import (
 
 def all_gather_param(param, dtype, tp=()):
     """Returns the parameter unchanged; on a mesh, all-gathered over fsdp, with values rounded to
-    dtype. It is cast first, which reduces traffic. Its gradient is a sum in the parameter's dtype.
+    dtype. It is cast before the gather, which reduces traffic. Its gradient is summed in the
+    parameter's dtype.
 
     tp: the shardings of the parameter, (storage, compute)."""
     if not current_mesh():

@@ -75,8 +75,8 @@ def polar_express_gram(x_MxIxO):
 
 
 def normalize(x_MxIxO):
-    """Divides M matrices x by the root of |x x^T| (the Frobenius norm), an upper bound of their
-    largest singular value.
+    """Divides each of M matrices x by the square root of the Frobenius norm of x x^T, an upper
+    bound of the largest singular value of x.
 
     Returns (x, x x^T) of the divided matrices."""
     gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
