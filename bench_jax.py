@@ -1,5 +1,5 @@
-"""Times training or decoding with random weights and random tokens; or compiles a step for other
-devices, without running it, for its memory and communication. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens; or only compiles a step for
+other devices, and reports its memory and communication. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
@@ -83,8 +83,8 @@ PRESETS = {
 
 
 def check_typed_flags():
-    """Raises UserError for a flag on the command line that this mode does not read. Config files
-    are made for training, so that their flags beside those of the model are ignored."""
+    """Raises UserError for a flag on the command line that this mode does not read. Flags in config
+    files are not checked, because these files are made for training."""
     typed = [arg[2:].partition('=')[0] for arg in sys.argv[1:] if arg.startswith('--')]
     facts = dict(flags)
     facts['step'] = f'compile {plan}' if mode == 'compile' else mode
@@ -323,8 +323,8 @@ def scaled_normal(rng, std, shape):
 
 
 def make_prompts(vocab_size):
-    """Returns prompts, int [batch_size, prompt_len]: random tokens, or, with --dataset, parts of
-    its val.bin at even distances."""
+    """Returns prompts, int [batch_size, prompt_len]: random tokens; with --dataset, parts of its
+    val.bin at even distances."""
     if not dataset:
         random = np.random.default_rng(seed)
         return random.integers(vocab_size, size=(batch_size, prompt_len))
@@ -339,8 +339,8 @@ def make_prompts(vocab_size):
 
 
 def bench_compile(plan_devices):
-    """Compiles a step for plan_devices. Returns its needs, {name: value}, see tools/plan.py; or
-    {'fits': False, 'why': text} if it needs too much memory."""
+    """Compiles a step for plan_devices. Returns what it needs, {name: value} (see tools/plan.py),
+    or {'fits': False, 'why': text} if it needs too much memory."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -356,8 +356,8 @@ def bench_compile(plan_devices):
 
 
 def peak_memory_gb():
-    """Returns the peak memory in GB, or None if it is unknown: of the first device if JAX reports
-    it; otherwise, as on a CPU, the resident memory of this process."""
+    """Returns the peak memory in GB: that of the first device if JAX reports it, else (as on a CPU)
+    the resident memory of this process. Returns None if both are unknown."""
     stats = devices[0].memory_stats()
     if stats:
         return stats['peak_bytes_in_use'] / 1e9

@@ -69,7 +69,7 @@ if os.path.isdir(output):
 
 
 def at(place, function, *args):
-    """Returns function(*args). Puts `place` before the message of a UserError."""
+    """Returns function(*args). If it raises a UserError, puts `place` before the message."""
     try:
         return function(*args)
     except UserError as error:
@@ -82,8 +82,9 @@ def at(place, function, *args):
 def read_items(path, kind=''):
     """Returns the items of a file of JSON lines, each with 'kind', 'index' and 'place'.
 
-    kind: the kind of all items, which may then have more keys. Raises UserError, with the place,
-    for a line that is not an item, and if there are no items."""
+    kind: the kind of all items; they may then have other keys, too. '' finds each item's kind by
+    its keys. Raises UserError, with the place, for a line that is not an item, and if there are no
+    items."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         if not line.strip():
@@ -140,7 +141,7 @@ def check_chat(messages):
 
 def find_kind(item, kind):
     """Returns the kind of an item: `kind`, if the item has the keys of that kind. If `kind` is '',
-    returns the kind that has exactly the item's keys. Raises UserError if there is none."""
+    returns the kind that has exactly the item's keys. Raises UserError if no kind fits."""
     found = set(item) if isinstance(item, dict) else set()
     for name, keys in KINDS.items():
         has_all = found >= set(keys)
@@ -228,8 +229,8 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     The tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py.
 
     In a bundle, rows are made as in nanochat instead: n_examples other items with their answers
-    come first. The part in which options differ is scored; in a schema, their common end; in
-    language modeling, the continuation."""
+    come first. Scored are: in multiple choice, the tokens after the common beginning of the
+    options; in a schema, their common end; in language modeling, the continuation."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
@@ -273,9 +274,9 @@ def prompts_of(item, delimiter):
 def evaluate_task(name, items, n_examples, delimiter, guessing):
     """Returns {'accuracy', 'accuracy_norm', 'n'} of a task, and 'centered' if it is of a bundle.
 
-    guessing: the accuracy of guessing in a task of a bundle, else None. The accuracy of such a task
-    is by the log-probability per token. As in nanochat, its prompts are cut to max_length
-    tokens."""
+    guessing: the accuracy of guessing in a task of a bundle, else None. For such a task, the option
+    with the highest log-probability per token is chosen and, as in nanochat, prompts are cut to
+    max_length tokens."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []

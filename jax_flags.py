@@ -58,8 +58,8 @@ class UserError(ValueError):
 
 
 class TryAgain(UserError):
-    """An error that may be over soon, as a network that is down. The scripts exit with 75, after
-    which a loop starts them again."""
+    """An error that may be over soon, as a network that is down. The scripts exit with 75: started
+    again later, they may succeed."""
 
 
 def refuse(refusals):
@@ -114,11 +114,11 @@ def whole_characters(text):
 
 
 def find_shipped(kind, name):
-    """Returns the path of a file or folder `name` of config/ or data/. It looks beside the caller
-    (in the current folder) first, then in this program's checkout and installation.
+    """Returns the path of a file or folder `name` of config/ or data/. Looks in the current folder
+    first, then in this program's checkout, then in its installation.
 
     kind: 'config' or 'data'. If the name is nowhere, returns its path in the checkout, or, without
-    a checkout, beside the caller."""
+    a checkout, in the current folder."""
     for place in (Path(kind), ROOT / kind, INSTALLED / kind):
         if (place / name).exists():
             return place / name
@@ -262,8 +262,8 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. A config file gives the flags that it assigns at its top
-    level, even to their defaults, and all others that it changes with `from base import *` or
-    exec(open('base.py').read()).
+    level, even if the value is the default. It also gives the flags that other files change, run by
+    `from base import *` or exec(open('base.py').read()).
 
     script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
     arguments, by default the command line's. ignored: names that are accepted without effect.
@@ -540,7 +540,7 @@ def is_read(script, name, flags):
     NEEDS is met, or it has none.
 
     flags: {name: value} of all flags, and of facts that the script knows. If the condition's
-    `switch` is not among them, it is not known yet, and the result is True."""
+    `switch` is not in `flags`, its value is not known yet, and the result is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
@@ -748,9 +748,8 @@ def is_in_bucket(flag, path):
 
 
 def start_script():
-    """Prepares a script: its errors end it as in exit_on_user_error, Ctrl-C ends it at once until
-    it has a handler of its own, and each line is written when it is printed, also into a pipe or a
-    file."""
+    """Prepares a script: errors end it as in exit_on_user_error; Ctrl-C ends it at once, until the
+    script sets its own handler; each printed line is written at once, also to a pipe or file."""
     sys.excepthook = exit_on_user_error
 
     # If the shell has closed an output (2>&-), open os.devnull in its place: else the next file

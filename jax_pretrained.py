@@ -6,12 +6,12 @@ References:
 
 A family of models has two parts: a function that turns its config.json into a GPTConfig
 (jax_hub/families.py), and a row in NAMINGS, which says how its tensors on disk differ from Llama's.
-From these family_tensor_maps makes a table {parameter path: [TensorMap]}.
+From these two parts, family_tensor_maps makes a table {parameter path: [TensorMap]}.
 
 Loading and saving use the same table. Saving writes the original config.json back. SAVED_AS lists
-the families that transformers has under another name. A GGUF file of a family needs a row in
-ARCHITECTURES of jax_hub/gguf_files.py. If its rows have another order, it also needs a row 'gguf
-FAMILY' in NAMINGS."""
+the families that are saved under another name. A GGUF file of a family needs a row in ARCHITECTURES
+of jax_hub/gguf_files.py. If matrices have their rows in another order in the GGUF file, it also
+needs a row 'gguf FAMILY' in NAMINGS."""
 import contextlib
 import dataclasses
 import functools
@@ -60,7 +60,8 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
     of DTYPES, else in float32; config.dtype is then 'float32'.
     place: a function of (path in the tree, array), called for each parameter before the next one is
     read, for example to move it to its devices; params holds its results. A kernel that is [out,
-    in] on disk stays so in memory: its transpose is C-contiguous, not the array itself.
+    in] on disk keeps this order in memory: the array is a transposed view, so array.T is
+    C-contiguous.
     Raises UserError for missing or damaged files, models that GPT does not compute, and an unknown
     dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
@@ -94,7 +95,7 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     folder: the path of a folder that does not exist or is empty; it appears when it is complete. If
     its name ends in .gguf, a GGUF file for llama.cpp is written instead.
     config_json: the path of the original model's config.json, to be written back with all its keys.
-    If it is None, a config.json is derived from `config`; this works for all models that flags of
+    If it is None, a config.json is derived from `config`; this works for most models that flags of
     train_jax.py make.
     dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
     tokenizer: a folder with tokenizer.json and the tokenizer's other files, which are copied, or a
@@ -156,8 +157,8 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
 @contextlib.contextmanager
 def finite(name, tensor, dtype):
-    """Raises UserError if `tensor` has an infinity or NaN at the end of the with block, which fills
-    it. name, dtype: for the message.
+    """Checks at the end of a `with finite(...)` block, which fills `tensor`: raises UserError if
+    `tensor` then has an infinity or NaN. name, dtype: for the message.
 
     float16 ends at 65,504: larger weights, which a merged LoRA may have, would be infinite in the
     file."""
@@ -291,8 +292,8 @@ NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
-    """Returns the config.json at `path`, of the model that GPT(config) was loaded from, with the
-    changes that saving needs. Raises UserError if it is of another model."""
+    """Reads the config.json at `path`, and returns it with the changes that saving needs. Raises
+    UserError if it does not describe the model GPT(config)."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
@@ -321,8 +322,9 @@ GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype'
 
 
 def derive_config_json(config):
-    """Returns a config.json with which transformers computes the same as GPT(config), for models
-    that flags make. Raises UserError for other models."""
+    """Returns a config.json with which transformers computes the same as GPT(config), if such a
+    file exists, as for most models that flags of train_jax.py make. Raises UserError for other
+    models."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
 
@@ -406,9 +408,9 @@ def derive_gpt2_config_json(config):
 
 
 def differences(config, hf, source):
-    """Compares a GPTConfig with `hf`, the content of a config.json, a dict. Returns a list of
-    'name=value', config's value, for the fields in which the models differ. source: the path of
-    the config.json, for messages."""
+    """Compares the models of a GPTConfig and of `hf`, a dict read from a config.json. Returns a
+    list of 'name=value' for the fields that differ; the values are those of `config`. source: the
+    path of the config.json, for messages."""
     theirs = meaning(read_config(hf, source)[0])
     different = []
     for name, value in meaning(config).items():
@@ -418,8 +420,8 @@ def differences(config, hf, source):
 
 
 def meaning(config):
-    """Returns {field: value} of a config in a form that can be compared: zeros and patterns are
-    replaced by the values that they stand for, and fields without effect on the logits are
+    """Returns {field: value} of a config in a form that can be compared: zeros and patterns that
+    stand for other values are replaced by these, and fields without effect on the logits are
     cleared."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture()
@@ -553,10 +555,10 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns the row numbers on disk of a matrix [n_rows, in] in the order that apply_rope()
-    needs, int [n_rows]; n_rows = heads * head_width. The last rope_width rows of each head are
-    pairs (2j, 2j + 1) on disk. apply_rope() needs the first rows of all pairs, then the second
-    rows."""
+    """Returns int [n_rows], the order in which apply_rope() needs the rows of a matrix [n_rows,
+    in]: the indices of these rows on disk. n_rows = heads * head_width. The last rope_width rows of
+    each head are pairs (2j, 2j + 1) on disk. apply_rope() needs the first rows of all pairs, then
+    the second rows."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
@@ -634,7 +636,7 @@ def llama_tensor_maps(config, naming):
 
 
 def latent_rows(config, naming):
-    """Returns {module: numbers of its rows on disk, in the order that apply_rope needs}.
+    """Returns {module: the indices of its rows on disk, in the order that apply_rope needs}.
 
     The modules are attn/q_b and attn/kv_a of multi-head latent attention, if the channels of RoPE
     are interleaved on disk. Returns {} for other models."""
@@ -666,7 +668,7 @@ def family_tensor_maps(config, family, prefix=''):
 
 def qkv_tensor_maps(config, naming, name, leaf):
     """Returns the TensorMaps of c_attn, in which q, k and v are side by side; query heads may share
-    key and value heads. name: that of the attention on disk. leaf: 'kernel' or 'bias'."""
+    key and value heads. name: the attention's name on disk. leaf: 'kernel' or 'bias'."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -690,7 +692,7 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
     """Returns the TensorMaps of one matrix or bias of all experts, one TensorMap for each expert,
     because the expert's tensor may be dequantized while it is read.
 
-    name: that of the experts on disk. ours: the parameter's module, as 'experts_c_fc'. leaf:
+    name: the experts' name on disk. ours: the name of their module in GPT, as 'experts_c_fc'. leaf:
     'kernel' or 'bias'. shape: the parameter's, [E, in, out] or [E, out]."""
     E, *_, n_out = shape
     names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
@@ -729,7 +731,7 @@ IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$', r'rotary_emb\.inv_freq$',
 
 
 def is_needed(name, config):
-    """Returns whether a tensor on disk is a parameter of GPT(config), as far as its name tells."""
+    """Returns whether a tensor on disk belongs to a parameter of GPT(config), by its name alone."""
     if any(re.search(pattern, name) for pattern in IGNORED):  # no parameter of any GPT
         return False
     layer = re.search(r'\bmodel\.layers\.(\d+)\.', name)
@@ -799,8 +801,8 @@ class ParameterOnDisk:
 
 @functools.lru_cache(maxsize=4)
 def recently_read(parameter):
-    """Returns the float32 array of a ParameterOnDisk, and keeps the last four: a parameter is asked
-    for once for each tensor on disk that is a part of it (q, k and v, or all experts)."""
+    """Returns the float32 array of a ParameterOnDisk, and keeps the last four arrays: an export
+    asks for a parameter again for each tensor that is a part of it (q, k and v, or each expert)."""
     return parameter.read('float32')
 
 

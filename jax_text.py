@@ -119,8 +119,8 @@ class LoadedModel(NamedTuple):
 def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype, quantize):
     """Returns the LoadedModel of a source; see load.
 
-    with_tokenizer: whether to look for the tokenizer of pretrained weights. A caller that has
-    another tokenizer does not look, because this one may be unreadable. The checkpoint of a run
+    with_tokenizer: whether to read the tokenizer of pretrained weights. A caller with another
+    tokenizer passes False, because that of the weights may be unreadable. The checkpoint of a run
     always describes its tokenizer."""
     if is_run(source) or checkpoint:
         found = read_run(source, checkpoint, base, layout, dtype, quantize)
@@ -215,12 +215,12 @@ class TextModel:
     def generate(self, texts: str | list[str], *, sampling: TextSampling = TextSampling(),
                  num_samples: int = 1, first_sample: int = 0,
                  prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
-        """Returns a list: of each text num_samples copies, each with a continuation of its own,
-        generated in one batch. For one text that is not in a list, and one sample, returns a text,
-        not a list.
+        """Continues each text num_samples times, all in one batch. Returns a list with num_samples
+        results per text, in order: the text and its continuation. If `texts` is a single text and
+        num_samples is 1, returns a text, not a list.
 
-        A continuation depends only on the text, the options and the number of the sample, not on
-        the batch: generate([text] * 8) gives eight equal texts, num_samples=8 different ones.
+        A continuation depends only on the text, the options and the index of the sample, not on the
+        batch: generate([text] * 8) gives eight equal texts, num_samples=8 different ones.
         sampling, changes: a TextSampling, and fields of it by name, as max_new_tokens=100. For the
         other parameters see Generation. Raises UserError for an invalid text or option."""
         is_one = isinstance(texts, str)
@@ -255,8 +255,8 @@ class TextModel:
              sampling: TextSampling = TextSampling(), first_sample: int = 0,
              prefix_cache: PrefixCache | None = None, **changes) -> str:
         """Returns the answer to the messages of a chat, a list of {'role': role, 'content': text};
-        a role is 'system', 'user' or 'assistant'. A text stands for one message of the user. Of an
-        answer of gpt-oss, returns the final channel only.
+        a role is 'system', 'user' or 'assistant'. A text stands for one message of the user. For
+        gpt-oss, returns the final channel only.
 
         tools: JSON schemas of functions that the model may call.
         chat_template_kwargs: more variables of the chat template, as {'enable_thinking': False}.
@@ -282,7 +282,7 @@ class TextModel:
 
         requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
         'first_sample': a number, and fields of TextSampling by name}. The next request is read only
-        when a row is free, so a generator may use the answers so far.
+        when a row is free: if `requests` is a generator, it can use the answers so far.
         sampling, changes: the options that a request does not set.
         For a text, 'text' is the continuation that generate makes, without the prompt. For
         messages, it is the answer that chat returns. Raises UserError as generate and chat do;
@@ -412,9 +412,9 @@ class TextModel:
         return ids
 
     def encode_answer(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start). ids[:start] are the messages before the last and
-        the beginning of an answer; ids[start:], which are scored, are the last message and the
-        token that ends it.
+        """Returns a row for score, (ids, start). ids[:start] are all messages but the last,
+        followed by the beginning of an answer. ids[start:], which are scored, are the last message
+        and the token that ends it.
 
         Raises UserError as encode does, and if the template leaves the answer out."""
         before = self.encode(messages[:-1])
@@ -426,8 +426,9 @@ class TextModel:
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
         """Returns a row for score, (ids, start); ids[start:] is the continuation. Without a
-        context, the row begins with the tokenizer's start token (see encode_document). If it has
-        none, the first token of the continuation takes its place and is not scored.
+        context, the row begins with the tokenizer's start token (see encode_document). If the
+        tokenizer has no such token, the row begins with the continuation, whose first token is not
+        scored.
 
         Texts are divided into tokens as in lm-eval: spaces at the end of the context belong to the
         continuation. Raises UserError if the continuation has no token of its own."""
@@ -496,9 +497,9 @@ class Generation:
         generation_config.json, else of SAMPLING.
         num_samples: the number of samples of each prompt, which differ. A prompt that is given
         twice has the same samples twice.
-        first_sample: the number of each prompt's first sample, from which the next ones count on;
-        if num_samples is 1, it may be a list, one number for each prompt. A sample's random numbers
-        depend on the seed, the prompt and its number.
+        first_sample: the index of each prompt's first sample; the next samples have the next
+        indices. If num_samples is 1, it may be a list, one index for each prompt. A sample's random
+        numbers depend on the seed, the prompt and the index.
         streaming: whether chunks are small, see choose_chunk.
         prefix_cache, logprobs: as for jax_generate.generate_stream.
         batch: a Batch (jax_apps/batching.py), for one prompt that is decoded in it together with
@@ -580,8 +581,8 @@ class Generation:
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and after each chunk yields the new part of the first text, as far as it can
-        no longer change; at the end the rest. with_prompt: whether the prompt is yielded, too."""
+        """Generates, and yields the first text in pieces: after each chunk, the new part that can
+        no longer change; at the end, the rest. with_prompt: whether the prompt is yielded, too."""
         # text that was shown cannot change; text that may still become a stop text is held back
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         longest_stop = max(map(len, self.stops), default=0)
@@ -606,8 +607,8 @@ class Generation:
         with logprobs.
 
         prompt, text: the texts of the prompt and of the continuation. finish_reason: 'stop' (a stop
-        text), 'end' (a stop token) or 'length'. logprob: the sum over the generated tokens that
-        reach the end of the text."""
+        text), 'end' (a stop token) or 'length'. logprob: the sum of the log-probabilities of the
+        generated tokens, up to the token with which the text is complete."""
         if self.stopped[i]:
             reason = 'stop'
         elif self.was_cut(i):
@@ -638,11 +639,11 @@ class Generation:
     def choose_chunk(self):
         """Returns the number of tokens to generate before the texts are read again.
 
-        With streaming it is 1 until a token took less than SLOW_TOKEN seconds, then STREAM_CHUNK.
-        (Several processes, whose clocks differ, always use STREAM_CHUNK.) Else, if stop texts must
-        be searched for, it is STOP_CHUNK, or an eighth of the tokens generated so far if that is
-        more. This bounds both the tokens after the stop text and the number of searches in a long
-        text. Else it is all tokens."""
+        With streaming: 1, until a step has taken less than SLOW_TOKEN seconds; from then on
+        STREAM_CHUNK. (Several processes, whose clocks differ, always use STREAM_CHUNK.)
+        Without streaming: if stop texts must be searched for, STOP_CHUNK, or an eighth of the
+        tokens generated so far if that is more. This bounds both the tokens after the stop text and
+        the number of searches in a long text. Else all tokens."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             if fastest < SLOW_TOKEN or jax.process_count() > 1:
@@ -655,8 +656,8 @@ class Generation:
 
     def read_texts(self):
         """Updates self.texts and self.stopped for the samples that have new tokens. A text is cut
-        before its stop text: of all found, the one that ends first (of several that end there, the
-        longest). Only stop texts that begin after the prompt count."""
+        before its stop text. If several are found, the one that ends first counts (of several that
+        end there, the longest). Stop texts that begin in the prompt are ignored."""
         for i, length in enumerate(self.result.lengths.tolist()):
             # a row that has ended has no new tokens
             if length == self.n_read[i]:
@@ -678,8 +679,8 @@ class Generation:
 
 def token_of_letter(text, tokenizer):
     """Returns the id of the token whose text is the character `text`. Returns None if `text` is not
-    one character, if not exactly one token (or only a special one) has this text, and if tokens may
-    be longer than a character: another token could then contain it."""
+    one character; if no token, several tokens or a special token has this text; and if tokens may
+    be longer than a character, because another token could then contain it."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):

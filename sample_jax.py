@@ -115,8 +115,8 @@ def read_prompts(start, each_line, chat):
 
 def read_prompt(path, number, line, chat):
     """Returns the prompt in a line of prompts.jsonl: "some text" or {"prompt": "some text"}. In a
-    chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs"; this dict
-    is returned with its place as 'where'. Raises UserError for any other line."""
+    chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs"; returns
+    this dict and, as its 'where', the file and line. Raises UserError for any other line."""
     # a line that is not JSON is refused below, like everything else that is not a prompt
     try:
         prompt = json.loads(line)
@@ -136,9 +136,9 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of a prompt of read_prompts; in a chat, of the question that it asks.
-    conversation: the Chat, or None for completion. Raises UserError for messages that the chat
-    template refuses."""
+    """Returns the token ids of `prompt`, an element of read_prompts; in a chat, those of the chat
+    with this prompt as the question. conversation: the Chat, or None for completion. Raises
+    UserError for messages that the chat template refuses."""
     # a question of a chat; a prompt; or messages, which follow --system
     if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])
@@ -152,7 +152,7 @@ def encode_prompt(model, prompt, conversation):
 
 
 def note(line):
-    """Prints a line on stderr, beside the samples; only process 0 does."""
+    """Prints a line on stderr, in process 0 only. The samples are on stdout."""
     if is_master:
         print(line, file=sys.stderr)
 

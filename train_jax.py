@@ -203,8 +203,8 @@ with contextlib.ExitStack() as at_end:
         return layout.shard_batch(batch, (n_micro, micro_batch))
 
     def agree_on_signal() -> int | jax.Array:
-        """Returns the signal that stops all processes, 0 for none. With several processes it is an
-        array on their devices; int() of the array waits for all processes."""
+        """Returns the signal that stops all processes, 0 for none. With several processes, the
+        result is an array on their devices, and int(result) waits for all processes."""
         return layout.max_over_processes(stop.signum)
 
     # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}, or None if a signal comes
