@@ -157,7 +157,7 @@ class DiskRun:
 
 def open_checkpoints(out_dir, keep=2, since=0):
     """Returns Orbax's manager of out_dir/ckpt. It keeps the latest `keep` checkpoints, and also the
-    one with the lowest validation loss of all after iteration `since`: the losses before are of
+    one with the lowest validation loss of those after iteration `since`: earlier losses are of
     other data. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
@@ -205,7 +205,7 @@ def open_checkpoints(out_dir, keep=2, since=0):
 
 def quiet_orbax():
     """Silences Orbax's log, because this module reports failures. Also hides 'Event loop is
-    closed', which Orbax's other writes raise after a failed one."""
+    closed', which Orbax's other writes raise after one write has failed."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -292,8 +292,8 @@ def find_damage(run, path, items=ITEMS):
 
 
 def is_run(source):
-    """Returns whether `source` is the out_dir of a run. In a bucket everything except a checkpoint
-    is taken for a run, because nothing else is read from there."""
+    """Returns whether `source` is the out_dir of a run. In a bucket every `source` except a
+    checkpoint counts as a run, because nothing else is read from there."""
     if is_in_bucket('the run', source):
         return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()
@@ -331,7 +331,7 @@ def list_steps(folder):
 
 def read_val_loss(step, since=0):
     """Returns the validation loss of the checkpoint in the folder `step`. It is -infinity if the
-    metrics are damaged; else infinity if there are none, or if the checkpoint is of iteration
+    metrics are damaged; else infinity if there are no metrics, or if the checkpoint is of iteration
     `since` or earlier."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
@@ -346,9 +346,9 @@ def read_val_loss(step, since=0):
 
 
 def data_since(manifest):
-    """Returns the iteration from which on a run has trained on its present data: that of the last
-    resume with other data, 0 if there was none. manifest: that of a checkpoint; None, as of an
-    earlier version, gives 0."""
+    """Returns the iteration from which on a run has trained on its present data: the iteration of
+    the last resume that changed the data, 0 if no resume did. manifest: of a checkpoint; None, if
+    an earlier version wrote the checkpoint, gives 0."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
@@ -363,8 +363,8 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result names its
-    checkpoint. There is a digest of its manifest, and one of the checksums of each item. meta: the
+    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result identifies
+    its checkpoint: one digest of the manifest, and for each item one of its checksums. meta: the
     metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
@@ -481,9 +481,9 @@ def opt_state_item(state):
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
-    If one of its `items`, folders, is damaged, stderr says so, and the newest intact checkpoint is
-    taken instead; if none is intact, one that has only lost its checksums. Raises UserError if
-    there is none of these."""
+    If one of its folders in `items` is damaged, stderr says so, and the newest intact checkpoint is
+    taken instead; if none is intact, one that has lost only its checksums. Raises UserError if
+    there is no such checkpoint either."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)

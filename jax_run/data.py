@@ -122,7 +122,7 @@ def load_dataset_meta(data_dir):
     'pairs' have masks.
 
     A folder with train.bin but no meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises
-    UserError for a missing data set, a damaged meta.json, and a meta.pkl alone."""
+    UserError for a missing data set, a damaged meta.json, and a meta.pkl without meta.json."""
     data_dir = relative_path(data_dir)
     path = data_dir / 'meta.json'
     meta = dict.fromkeys(COUNTED) | NANOGPT_META
@@ -251,8 +251,8 @@ def load_digests(data_dir):
 
 def load_ends(path, n_tokens):
     """Returns where each conversation of a split ends, int64 [n_conversations], in tokens from the
-    start of the split, which has n_tokens. Raises UserError if the file is missing, or unless the
-    number of conversations is even, each has at least two tokens, and the last ends at n_tokens."""
+    start of the split, which has n_tokens. Raises UserError if the file is missing, the number of
+    conversations is odd, one has fewer than two tokens, or the last does not end at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:

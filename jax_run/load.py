@@ -74,7 +74,7 @@ def load_base(lora, config, layout, change):
 
 def check_place(lora):
     """Raises UserError if the model that LoRA updates has moved: if lora['base'] is an absolute
-    path or a URL where it is no more."""
+    path or a URL that no longer exists."""
     base = lora['base']
     has_gone = os.path.isabs(base) and not os.path.exists(base)
     if is_url(base):

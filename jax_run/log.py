@@ -34,7 +34,7 @@ class RunLog:
     printed: names of metrics to print at the end of an iteration's line. metrics.jsonl has all
     metrics of a step.
 
-    The time of a line is the mean of the iterations since the line before. While the model is
+    The time in a line is the mean per iteration since the previous line. While the model is
     evaluated or saved, between pause() and resume(), the clock stands still."""
 
     def __init__(self, run, metrics_log=None, wandb_run=None, *, tokens_per_iter, mfu=None,
@@ -74,7 +74,7 @@ class RunLog:
             watch(run)
 
     def close(self):
-        """Logs the iteration that is still pending, as after a failure, and ends the bar."""
+        """Logs the iteration that is still pending, as after a failure. Closes the progress bar."""
         with contextlib.suppress(Exception):
             self.flush()
         self.bar.close()
@@ -212,8 +212,8 @@ class RunLog:
 
 
 def start_wandb(**settings):
-    """Starts a wandb run and returns it. settings: arguments of wandb.init; with the id of an
-    earlier run that run is continued.
+    """Starts a wandb run and returns it. settings: arguments of wandb.init; the `id` of an
+    earlier run continues that run.
 
     Raises UserError if wandb does not start."""
     try:
@@ -236,7 +236,7 @@ class MetricsLog:
     """The file out_dir/metrics.jsonl, one JSON object per line.
 
     Opening it for iteration `iter_num` drops an earlier run's records of iterations from iter_num
-    on, and an incomplete last line, so that every iteration is there once after a resume. Only an
+    on, and an incomplete last line, so that every iteration is there once after a resume. But an
     evaluation at iter_num is kept, and not written again. With iter_num=0 all is dropped. If other
     lines cannot be read, a message says so, they are left out, and the old file is kept as
     metrics.jsonl.damaged.
@@ -295,7 +295,7 @@ class MetricsLog:
                      f"iteration {record['iter']} on until that is possible again")
 
     def close(self):
-        """Closes the file, and says how many lines it lacks."""
+        """Closes the file. Warns how many lines could not be written, if any."""
         if self.unwritten:
             n = self.unwritten.count(b'\n')
             warn(f'{self.path} lacks its last {n} lines, which could not be written')

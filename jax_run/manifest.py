@@ -9,7 +9,7 @@ what `flatten` returns before they train together. It holds no path, host or use
 | `format` | 1 |
 | `data` | a list of the data sets: `name`, `fraction`, `files`, see `describe_file` |
 | `earlier_data` | [{'until': iteration, 'data': earlier `data`}], for each resume that changed it |
-| `earlier` | [{'until': iteration, 'flags': changes, ...}], for each resume that changed some |
+| `earlier` | [{'until': iteration, 'flags': changes, ...}], for each resume with changes |
 | `tokenizer` | digest of the data's tokenizer |
 | `start` | 'scratch', 'pretrained', or 'lora' of a pretrained model |
 | `sources` | {path: digest} of this program's source files |
@@ -74,8 +74,8 @@ def open_manifest(run, data, config):
 
     run: a Run. data: of open_data. config: the GPTConfig of the run's Program. Returns the
     manifest. If the data have changed, the best validation loss begins anew, see begins_anew.
-    Raises UserError if processes differ, and for other data than the checkpoint's, unless the user
-    gave --init_from=resume, and --dataset on the command line."""
+    Raises UserError if processes differ. Also raises it if the data differ from the checkpoint's,
+    unless the user gave --init_from=resume, and --dataset on the command line."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -148,7 +148,7 @@ def find_machine(manifest):
 
 def find_cpu(device):
     """Returns the architecture and the CPU_FEATURES of a CPU, such as 'x86_64 avx2 avx512f'; '' for
-    another device. Features that XLA_FLAGS forbids are not left out: find_settings has
+    another device. Features that XLA_FLAGS forbids are listed, too: find_settings returns
     XLA_FLAGS."""
     if device.platform != 'cpu':
         return ''
@@ -185,9 +185,9 @@ def find_settings():
 
 
 def find_changed(known, now):
-    """Compares a manifest `known` with a later one, `now`, except for the data. Returns {part:
-    {name: [before, now]}} of the differences in names that both have, without flags that do not
-    change the iterations."""
+    """Compares a manifest `known` with a later one, `now`, except for the data. Returns the
+    differences, {part: {name: [before, now]}}. Leaves out names that only one of them has, and the
+    flags in WITHOUT_EFFECT."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]
@@ -202,9 +202,9 @@ def find_changed(known, now):
 
 
 def list_changes(changed, there):
-    """Returns a list of a line for each difference in `changed`, of find_changed, except those of
-    devices: 'version jax: 0.9 in the run, 0.10 here'. there: where the first manifest is from, as
-    'the run'."""
+    """Returns a list of lines, such as 'version jax: 0.9 in the run, 0.10 here': one for each
+    difference in `changed`, except those of devices. changed: of find_changed. there: where the
+    first manifest is from, as 'the run'."""
     return [f'{shown}{name}: {before or "none"} in {there}, {after or "none"} here'
             for part, shown in (('sources', 'source '), ('versions', 'version '),
                                 ('settings', 'setting '), ('flags', 'flag '), ('chosen', ''))
@@ -267,7 +267,7 @@ def spread_blocks(n_bytes):
 
 
 def describe_shortly(file):
-    """Returns a text of the size and the digest of a file in the manifest."""
+    """Returns the size and the digest of `file`, an entry of the manifest, as a text."""
     return f"{file['bytes']:,} bytes, {file.get('sha256', file['samples'])[:8]}"
 
 

@@ -14,8 +14,8 @@ FEW = 50  # with fewer iterations than this, a line says so
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
     """Times training steps and an evaluation. Returns max_iters: the iterations that the run has
-    made, and at least one more, as many as fit into its --minutes, counted from clock.started. All
-    processes call this and get the same number.
+    made, plus those that fit into the rest of its --minutes, at least one. The minutes begin at
+    clock.started. All processes call this and get the same number.
 
     state: a TrainState like the run's; it is used up. step: the compiled step. make_batch: a
     function of the iteration. evaluate: a function of the state. clock: a Stopwatch. stop: the
@@ -54,7 +54,7 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """Prints how many iterations fit if they are fewer than FEW, and what used up the time. flags:
+    """Prints how many iterations fit, and what has taken the time, if fewer than FEW fit. flags:
     of the run, with the max_iters that fit. source: the training data. seconds: since the start."""
     n = flags['max_iters']
     if n >= FEW:
@@ -86,8 +86,8 @@ def time_iterations(state, step, make_batch, must_stop):
 
 
 def first_batch(make_batch, iteration=0):
-    """Returns the first batch from `iteration` on that has a token that counts in the loss: that is
-    not None."""
+    """Returns the first batch, from `iteration` on, with a token that counts in the loss. make_batch
+    returns None if no token counts."""
     batch = make_batch(iteration)
     while batch is None:
         iteration += 1

@@ -81,8 +81,8 @@ class OutDir:
         self.folder.upload()
 
     def is_saving(self):
-        """Returns whether a checkpoint is being written in the background, or the last one has
-        been begun."""
+        """Returns whether a checkpoint is being written in the background, or the save of the
+        last one has begun."""
         return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):

@@ -1,5 +1,5 @@
-"""Splits the rows of sample_jax.py into batches, and writes a file that a killed command
-continues."""
+"""Splits the rows of sample_jax.py into batches, and writes their file, which the same command
+continues if it was killed."""
 import hashlib
 import json
 import os
@@ -22,7 +22,7 @@ def digest_flags(flags, title, prompts):
 
 def split_rows(prompts, num_samples, batch_size, done=()):
     """Splits the rows that are not in `done` into batches, lists of at most batch_size rows. A row
-    is (number of the prompt, number of its sample). prompts: lists of token ids. Rows of similar
+    is (index of the prompt, index of its sample). prompts: lists of token ids. Rows of similar
     length share a batch, in which they are sorted."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
@@ -34,8 +34,8 @@ class SampleFile:
     """A file of samples, one JSON object per line. Each batch is appended.
 
     `done` holds the lines that an earlier command with the same flags had written before it was
-    killed: {(number of the prompt, number of the sample): line, a dict}. digest: of digest_flags.
-    Raises UserError for a file of other flags."""
+    killed: {(index of the prompt, index of its sample): line, a dict}. digest: of digest_flags.
+    Raises UserError for a file that was written with other flags."""
 
     def __init__(self, path, digest):
         self.path = path
@@ -51,8 +51,8 @@ class SampleFile:
                                  for line in self.done.values()))
 
     def keep(self, text):
-        """Puts a line of an earlier command into `done`. Raises UserError if it is of other
-        flags."""
+        """Puts a line of an earlier command into `done`. Raises UserError if the command
+        had other flags."""
         try:
             line = json.loads(text)
             is_ours = line['flags'] == self.digest
@@ -65,8 +65,8 @@ class SampleFile:
         self.done[row] = line
 
     def append(self, lines):
-        """Appends the lines of a batch, {(number of the prompt, number of the sample): line}. Adds
-        these numbers and the digest to each line."""
+        """Appends the lines of a batch, {(index of the prompt, index of its sample): line}. Adds
+        these indices and the digest to each line."""
         texts = []
         for (number, index), line in lines.items():
             line = {**line, 'index': index, 'number': number, 'flags': self.digest}

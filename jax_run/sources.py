@@ -410,8 +410,8 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
         own       0  0  0  1  1  1  2  3
 
     The loop goes from the last part to the first. Part k takes its share of the sequences that are
-    still unassigned, and leaves the rest to the parts before it: of the first `own` of them,
-    `before` go to these parts."""
+    still unassigned, and leaves the rest to the parts before it. `own` unassigned sequences come
+    before this one; `before` of them go to the parts before k."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)

@@ -10,12 +10,12 @@ from jax_transformer import cache_bytes, without_tables
 
 
 def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype, is_detailed):
-    """Returns a text of lines on the time of compilation, prefill and decoding, and on the memory
-    bandwidth, because a decode step reads all weights and the KV cache.
+    """Returns lines, as a text, on the time of compilation, prefill and decoding. They compare
+    decoding with the memory bandwidth: a step reads all weights and the KV cache.
 
     started: time.perf_counter() when the script started. imports_s: seconds that its imports took.
-    is_detailed: if not, only the first line is returned, and the one on drafts if there were
-    any."""
+    is_detailed: whether to return all lines; otherwise only the first, and the one on drafts if
+    there were any."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -91,7 +91,7 @@ def report_decoding(model, generations, n_new):
 
 
 def leaves_context(config, generations):
-    """Returns whether a row is longer than the positions that the model has learned."""
+    """Returns whether a row has more tokens than the model has learned positions."""
     longest = max(int(generation.result.lengths.max()) for generation in generations)
     return config.position == 'learned' and longest > config.block_size
 
@@ -112,7 +112,7 @@ def describe_drafts(generations):
 def bytes_read_per_step(params, config, n_tokens):
     """Returns the bytes of parameters that a decode step reads for n_tokens tokens, those of all
     rows together. Tables that without_tables leaves out do not count, because a step looks up
-    single rows of them. Experts count by the number that tokens choose, see expected_experts."""
+    single rows of them. Experts count by their expected number, see expected_experts."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert

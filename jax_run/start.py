@@ -383,8 +383,8 @@ def merge_resumed_flags(flags, given, saved):
     """Returns the flags of a resumed run: `saved`, overridden by `given`. With another batch_size
     the run continues at another place in the data.
 
-    flags: all flags, as read_flags returns them; they count for the names in NOT_RESUMED and for
-    flags that the checkpoint lacks. given: those of the command line and the config file. saved:
+    flags: all flags, as read_flags returns them; used for the names in NOT_RESUMED and for flags
+    that the checkpoint lacks. given: those of the command line and the config file. saved:
     those of the checkpoint. Raises UserError for another optimizer, architecture or --minutes, and
     if `saved` has flags that were removed or a value of a wrong type."""
     out_dir = flags['out_dir']
@@ -432,7 +432,7 @@ def check_removed_flags(out_dir, saved):
 
 
 def schedule_from_flags(flags):
-    """Makes the learning rate Schedule from the flags. Raises UserError if they make none."""
+    """Makes the learning rate Schedule from the flags. Raises UserError if they are not valid."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
         lr_decay_iters=flags['lr_decay_iters'], min_lr=flags['min_lr'],

@@ -132,7 +132,7 @@ def find_intervals(run, folder):
 
 def can_start(run):
     """Returns whether the first state of a run can be made again: from the seed, or from the base
-    of LoRA. It cannot after another pretrained model, because a resumed Run does not know which."""
+    of LoRA. Not from a pretrained model without LoRA: a resumed Run does not know which it was."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
@@ -158,8 +158,8 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns the first batch of the interval with a token that counts, for its shapes. Raises
-    UserError if there is none."""
+    """Returns the first batch of the interval with a token that counts: the step is compiled for
+    its shapes. Raises UserError if no token counts."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:
@@ -268,7 +268,7 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights in the latest checkpoint of a run, for LoRA of its updates.
+    """Returns a digest of the weights in the latest checkpoint of a run; with LoRA, of the updates.
     The digest is the same for every layout of the devices."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
