@@ -31,7 +31,7 @@ CHANGED = ('tokens_BxN', 'length_B', 'n_generated_B', 'done_B', 'logprob_BxN',
 
 
 class Row:
-    """Takes the place of the Decoder of one row, as a Generation uses it.
+    """Serves a Generation in place of its own Decoder, for one row.
 
     While the row has no place in the batch, `decoder` has its whole state. Otherwise `decoder` has
     a copy of the state on the host, without the cache."""
@@ -98,7 +98,7 @@ class Batch:
 
     n_rows: the number of rows that each step computes, even if fewer are being decoded. A row then
     gets the same bits however many other rows there are. With 0, each step computes as many rows as
-    are being decoded, rounded up to a power of two; after rows have left, it may go on with more
+    are being decoded, rounded up to a power of two; after rows have left, it may compute more
     for a while. With 0 or 1, a single row is decoded by its own Decoder, as without a batch: the
     program has one row, and may use drafts."""
 
@@ -155,7 +155,7 @@ class Batch:
 
     def decode(self, rows, n_new):
         """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK tokens. In a
-        single process a chunk is one token until a decode step has taken at most SLOW_STEP."""
+        single process a chunk is one token as long as every step took more than SLOW_STEP."""
         # the others make room
         for other in self.rows:
             if other not in rows:

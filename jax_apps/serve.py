@@ -146,7 +146,7 @@ def read_sampling(body, sampling):
 
 
 class End(NamedTuple):
-    """The end of a row of an answer."""
+    """What is known of a row of an answer at its end."""
     text: str  # all of it
     finish_reason: str  # 'stop' or 'length'
     n_prompt: int  # tokens
@@ -428,8 +428,8 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Hands over the Ends of a request with echo: the log-probabilities of each prompt and of
-        its continuation. Yields True after each chunk of the continuations."""
+        """Answers a request with echo: yields True after each chunk of the continuations, then puts
+        the Ends, with the log-probabilities of prompts and continuations, into job.events."""
         generation = Generation(
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
         has_stayed = yield from self.make_all(job, generation)
@@ -466,8 +466,8 @@ class Server(ThreadingHTTPServer):
 
     def encode(self, job, prompt):
         """Returns the token ids of a prompt of a Job, of its end alone if the request asks for
-        truncation. Raises UserError or Refusal if the prompt is not valid, and Refusal if the ids
-        are more than the context has."""
+        truncation. Raises UserError or Refusal if the prompt is not valid, and Refusal if
+        there are more ids than the context has positions."""
         if job.is_chat:
             first = prompt[0] if prompt else None
             has_system = isinstance(first, dict) and first.get('role') == 'system'
@@ -517,7 +517,7 @@ class Server(ThreadingHTTPServer):
         return True
 
     def show(self, job, text, n_shown):
-        """Hands over the part of `text` after its first n_shown characters, and returns how many
+        """Puts `text` without its first n_shown characters into job.events, and returns how many
         characters are shown now. Of gpt-oss's answers only the final channel is shown."""
         if job.is_chat:
             text = final_answer(text)
@@ -789,7 +789,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_json(Refusal(status, message or 'this is no request').body, status)
 
     def log_message(self, *args):
-        """Prints nothing: requests are their senders' business."""
+        """Prints nothing: requests are private."""
 
 
 def no_number(name):

@@ -119,8 +119,8 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
 
 
 def compile_cudnn(config, device, layer_type='full', tensor=1):
-    """Compiles the attention of a layer of layer_type and its gradient, for one sequence and the
-    heads of one of `tensor` devices. Raises an exception of XLA's if cuDNN refuses."""
+    """Compiles a layer's attention and its gradient, for one sequence and the heads of one device
+    (`tensor` devices share them). Raises an exception of XLA's if cuDNN refuses."""
     here = jax.sharding.SingleDeviceSharding(device)
 
     def heads(n_heads):

@@ -11,7 +11,7 @@ A Layout knows how everything is sharded, between two steps and where a step wor
 | fsdp, tensor, ... | by rules | by rules | by rules | BATCH, context | XLA, where needed |
 
 BATCH: over the axes data, fsdp and expert. "By rules": PARTITION_RULES of jax_ops/sharding.py.
-"Over replicas": the same, and leaves that are sharded over fsdp are also sharded over data and
+"Over replicas": by rules, but leaves that are sharded over fsdp are also sharded over data and
 context."""
 import contextlib
 import math
@@ -34,9 +34,9 @@ class Layout:
     table at the top of the file. The global batch is split into n_data_shards contiguous shards; a
     process loads the shards of its own devices.
 
-    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, fsdp, tensor, expert and
-    context must be 1. Each device then updates its shard of the parameters, and the parameters are
-    all-gathered at the end of the step. Raises UserError for another `zero`, and if fsdp * tensor *
+    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, each device updates its
+    shard of the parameters, and they are all-gathered at the end of the step; fsdp, tensor, expert
+    and context must be 1. Raises UserError for another `zero`, and if fsdp * tensor *
     expert * context does not divide the number of devices."""
 
     def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
@@ -132,8 +132,8 @@ class Layout:
     # --- the batch
 
     def local_rows(self, n_rows):
-        """Returns the numbers of the sequences, of the n_rows of an iteration, that this process
-        loads for shard_batch(), an int array."""
+        """Returns which of the n_rows sequences of an iteration this process loads for
+        shard_batch(): their indices, an int array."""
         each = n_rows // self.n_data_shards
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 

@@ -249,7 +249,7 @@ class StopSignal:
                 number = received.recv(1)
 
     def answer_one(self, signum):
-        """Keeps the first signal, prints what follows, and ends the process for a second one."""
+        """Keeps the first signal, prints what happens, and ends the process at a second one."""
         name = signal_name(signum)
         is_first = not self.signum
         if is_first:

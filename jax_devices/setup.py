@@ -94,8 +94,7 @@ def check_device_availability(device: str = 'auto') -> list[jax.Device]:
 
 
 def configure_process(device, deterministic=False, init_from='', out_dir=''):
-    """Makes the settings of the process that JAX reads when it initializes its backends. Call it
-    first.
+    """Sets, for this process, what JAX reads when it initializes its backends. Call it first.
 
     device: the flag. deterministic: whether GPUs compute the same bits in every run, at a cost;
     CPUs do so anyway. init_from, out_dir: the flags of training; the config.json of a run that is

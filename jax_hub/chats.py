@@ -77,8 +77,8 @@ def call_of(message, n=-1):
 
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that its template takes: objects,
-    decoded from OpenAI's JSON text. They become JSON text instead if the template fails with
-    objects, or writes them as Python does, and does not fail with text."""
+    decoded from OpenAI's JSON text. If the template fails with objects, or writes them as Python
+    does, they become JSON text instead, unless the template fails with text, too."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -257,7 +257,7 @@ class Encoded(NamedTuple):
 def encode_training_chat(tokenizer, chat, counted=None):
     """Returns a conversation as Encoded, by the chat template of an HFTokenizer.
 
-    chat: a Chat. counted: the numbers of the assistant's messages that count, None for all. If the
+    chat: a Chat. counted: the indices of the assistant's messages that count, None for all. If the
     template marks parts by {% generation %}, their tokens count. Otherwise whole answers count,
     from the end of the generation prompt to the special token that ends the answer. Some templates
     write this token only at the beginning of the next message; then it is added to the last answer
@@ -320,7 +320,7 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns `spans`, of render_marked, without those of the answers in left_out, numbers of
+    """Returns `spans`, of render_marked, without those of the answers in left_out, indices of
     messages. Raises UserError if the template does not mark one of these apart from the others."""
     kept = list(spans)
     for i in left_out:
@@ -405,10 +405,10 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether `request` and `before` end alike, from the text of `question`, a message, on;
-    False if it has none. request: the text that asks for the answer. before: the text before the
-    answer in the whole conversation. They may begin differently: some templates write a system
-    message only into a user's last turn."""
+    """Returns whether the common end of `request` and `before` contains the text of `question`, a
+    message; False if it has no text. request: the text that asks for the answer. before: the text
+    before the answer in the whole conversation. They may begin differently: some templates write a
+    system message only into a user's last turn."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -417,7 +417,7 @@ def ends_alike(request, before, question):
 
 
 def find_places(tokenizer, chat, text):
-    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {number of the
+    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {index of the
     message: (start, end)} in characters, without messages that the template leaves out or
     rewrites."""
     says = {i: message['content'] for i, message in enumerate(chat.messages)
@@ -440,7 +440,7 @@ def find_places(tokenizer, chat, text):
 
 def check_spans(tokenizer, chat, text, spans, chosen):
     """Raises UserError if a span that counts holds the text of a message that does not count,
-    because the template writes it into an answer. chosen: the numbers of the messages that
+    because the template writes it into an answer. chosen: the indices of the messages that
     count."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
     # finding their places is slow: only if a span has their words
@@ -466,9 +466,10 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns warnings about a conversation, a list of sentences: one for each kind of content that
-    the template leaves out, because the model would be trained without it; and one if `ids`, the
-    tokens of the conversation, do not begin with the prompt that asks for its last counted answer.
+    """Returns warnings about a conversation, a list of sentences. There is one for each kind of
+    content that the template leaves out, because the model would be trained without it. One more
+    is added if `ids`, the tokens of the conversation, do not begin with the prompt of the last
+    counted answer.
 
     counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
@@ -512,8 +513,8 @@ def parts_of(message):
 def left_out_parts(tokenizer, chat, parts):
     """Returns the Parts of a Chat that its template leaves out.
 
-    The Chat is rendered once with a different mark in each part. If some marks are missing, it is
-    rendered once for each of them, because a template may look into another part."""
+    The Chat is rendered once with a different mark in each part. For each mark that is missing, it
+    is rendered with that mark alone, because other marks may mislead a template."""
     if not parts:
         return []
     messages = [dict(message) for message in chat.messages]

@@ -47,8 +47,9 @@ shown_warnings = set()  # lines; each is printed once in a process
 
 @contextlib.contextmanager
 def telling_warnings(folder):
-    """Prints the warnings of transformers in the block, which reads `folder`, as a line on stderr
-    each. Leaves out SETTLED_WARNINGS, and prints none if the block fails."""
+    """Prints each warning that transformers gives in the block as a line on stderr, once in a
+    process. Leaves out SETTLED_WARNINGS, and prints none if the block fails. The block reads
+    `folder`."""
     logger = logging.getLogger('transformers')
     handlers, level = logger.handlers, logger.level
     found = Collected()

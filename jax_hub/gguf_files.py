@@ -37,8 +37,8 @@ SPLITS = {
 
 
 def why_no_gguf(config, family):
-    """Returns why write_gguf cannot write a model, for a message: the kind of models that it
-    belongs to; '' if write_gguf can write it. family: its model_type."""
+    """Returns the kind of model that write_gguf cannot write, for a message, such as 'a mixture of
+    experts with ...'; '' if it can write this model. family: the model_type."""
     # a window that is as long as the longest text hides nothing
     kinds = {config.layer(i)[0] for i in range(config.n_layer)}
     has_idle_windows = kinds == {'window'} and config.window >= config.block_size
@@ -237,7 +237,7 @@ def add_ends(writer, tokenizer):
 
 def split_of(description):
     """Returns llama.cpp's name for how a tokenizer.json splits text before BPE. Raises UserError if
-    it has none.
+    llama.cpp has no name for it.
 
     description: the object in the tokenizer.json."""
     # llama.cpp has none of these options of a BPE, and normalizes as NFC at most

@@ -351,7 +351,7 @@ def mend_mistral_split(tokenizer, folder, settings):
     fix_mistral_regex does, and says so. tokenizer_config.json can forbid it by "fix_mistral_regex":
     false.
 
-    In Llama 3's tokenizer the same split is right, also if the model has Mistral's architecture."""
+    In Llama 3's tokenizer the same split is right, even if the model has Mistral's architecture."""
     config = read_config_json(folder)
     version = re.match(r'\d+', str(config.get('transformers_version')))
     is_old = version is None or int(version[0]) < 5
