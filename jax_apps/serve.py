@@ -3,8 +3,8 @@
 There are two kinds of threads. Each connection has a thread, in which a Handler reads the request,
 puts it into the queue as a Job, and writes the answer. The main thread has the model and makes the
 answers (Server.run), because the time limit of a chat template works only there. Answers take
-turns, a chunk each; answers of one row are decoded together (batching.py). The main thread hands
-over each piece of an answer when it is made, and checks before the next one whether the client is
+turns, a chunk each; answers of one row are decoded together (batching.py). The main thread puts
+pieces of an answer into the queue of its Job, and checks before each piece whether the client is
 still there.
 
 Standard library only; JAX and the model are behind jax_text. Limits: docs/models.md#serve"""
@@ -235,7 +235,7 @@ class Job:
 
     def pieces(self):
         """Yields the pieces of the answer as they are made, and '' whenever none has come for
-        WAITING seconds. Then sets `ends`, the list of Ends; it stays None if the client has gone.
+        WAITING seconds. Finally sets `ends`, a list of Ends; it stays None if the client has gone.
         Raises the Refusal that ends an answer."""
         while True:
             try:

@@ -217,7 +217,7 @@ class StopSignal:
 
     @contextlib.contextmanager
     def waits_while(self, is_saving):
-        """Makes a second signal wait, within the block, while is_saving() is true."""
+        """Ignores a second signal within the block while is_saving() is true."""
         self.saves.append(is_saving)
         try:
             yield

@@ -1,8 +1,8 @@
 """Runs and data sets in a bucket of Google Cloud Storage, gs://bucket/folder.
 
-Orbax writes the checkpoints there. gcsfs copies the small files of a run and data sets between the
-bucket and folders of this machine, and google-cloud-storage writes the lease, so that only
-one run at a time has the folder. This module is imported only for gs://."""
+Orbax writes the checkpoints there. gcsfs copies data sets, and the small files of a run, between
+the bucket and folders of this machine. google-cloud-storage writes the lease, by which only one
+run at a time has the folder. This module is imported only for gs://."""
 import atexit
 import base64
 import contextlib
@@ -299,7 +299,8 @@ class BucketRun:
 
     def upload(self):
         """Uploads changed files, except those of checkpoints, and deletes removed ones from the
-        bucket, if this process holds the lease. Raises UserError if another run has taken it."""
+        bucket. Does nothing if this process does not hold the lease. Raises UserError if another
+        run has taken it."""
         if not self.lease:
             return
         with self.mutex, explained(self.folder.url):

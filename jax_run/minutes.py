@@ -86,8 +86,8 @@ def time_iterations(state, step, make_batch, must_stop):
 
 
 def first_batch(make_batch, iteration=0):
-    """Returns the first batch, from `iteration` on, with a token that counts in the loss. make_batch
-    returns None if no token counts."""
+    """Returns the first batch, from `iteration` on, with a token that counts in the loss.
+    make_batch returns None if no token counts."""
     batch = make_batch(iteration)
     while batch is None:
         iteration += 1
