@@ -272,11 +272,12 @@ def prompts_of(item, delimiter):
 
 
 def evaluate_task(name, items, n_examples, delimiter, guessing):
-    """Returns {'accuracy', 'accuracy_norm', 'n'} of a task, and 'centered' if it is of a bundle.
+    """Returns {'accuracy', 'accuracy_norm', 'n'} of a task. For a task of a CORE bundle (see
+    read_bundle), it also has 'centered': 0 is as good as guessing, 1 is all right.
 
-    guessing: the accuracy of guessing in a task of a bundle, else None. For such a task, the option
-    with the highest log-probability per token is chosen and, as in nanochat, prompts are cut to
-    max_length tokens."""
+    guessing: the accuracy of guessing in a task of a bundle; None for any other task. In a bundle,
+    'accuracy' takes the option with the highest log-probability per token and, as in nanochat,
+    prompts are cut to max_length tokens."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []

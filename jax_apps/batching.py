@@ -73,9 +73,9 @@ class Row:
 
     @property
     def is_shared(self):
-        """Whether the row can be decoded together with others: it is not at its end, and fits into
-        a cache. Past the positions that a model has learned there is no cache, and sharing gains
-        nothing."""
+        """Whether the row can be decoded together with others: it has not ended, and it fits into a
+        KV cache. A model with learned position embeddings has no cache beyond block_size, and
+        sharing gains nothing there."""
         is_done = bool(np.asarray(self.decoder.state.done_B)[0])
         has_room = self.n_generated < self.decoder.sampling.max_new_tokens
         return not is_done and has_room and self.length <= self.decoder.max_cached

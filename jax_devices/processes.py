@@ -296,8 +296,9 @@ def exit_at_signals(is_said=False):
 
 
 class Terminal:
-    """Takes the place of sys.stdout or sys.stderr on a terminal. A terminal closes a moment before
-    SIGHUP comes, and an error of print would end the run before it is saved."""
+    """Replaces sys.stdout or sys.stderr on a terminal. A terminal closes a moment before SIGHUP
+    comes. From then on all output is discarded; otherwise print would raise an error, and the run
+    would end before it is saved."""
 
     def __init__(self, stream):
         self.stream = stream

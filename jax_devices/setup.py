@@ -265,8 +265,8 @@ def configure_malloc():
 
 
 def mark_huge_pages(libc):
-    """Makes Linux use huge pages for the next part of the heap, half as large as the machine's
-    memory. libc: ctypes's. Reserving this memory costs nothing until it is written to."""
+    """Makes Linux use huge pages for the next part of the heap. This part is half as large as the
+    machine's memory; reserving it costs nothing until it is written to. libc: ctypes's."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]

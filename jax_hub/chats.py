@@ -310,8 +310,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
 def bytes_of_spans(text, starts, ends):
     """Returns the number of UTF-8 bytes of each of n spans of a text, int64 [n]. starts, ends: of
-    the spans, int64 [n], in characters and in order. A character that several spans share, as
-    tokens of its bytes do, counts for the first."""
+    the spans, int64 [n], in characters and in order. Spans can share a character, because a token
+    can be a part of a character's bytes. All bytes of this character count for the first span."""
     codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
     sizes = 1 + sum((codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
     reached = np.concatenate([[0], np.cumsum(sizes)])  # bytes before each character

@@ -252,9 +252,10 @@ def read_folder(folder, is_copy=False):
     """Returns (Tokenizer, special tokens, transformers' tokenizer) of a folder.
 
     The Tokenizer is of the library tokenizers, the special tokens are {'bos_token': text, ...}.
-    transformers' tokenizer is None if tokenizer.json says all, as it does for a BPE that train_bpe
-    (data/common.py) has made, or for the copy in a run. is_copy: see HFTokenizer. Raises UserError
-    if the files cannot be read, and for a link out of the folder."""
+    transformers' tokenizer is None if it is not needed: if tokenizer.json says all (is_as_filed)
+    and has all tokens that the settings name (adds_none; not checked for a copy). A folder with a
+    chat template always needs it. is_copy: whether copy_tokenizer has written the folder. Raises
+    UserError if the files cannot be read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)

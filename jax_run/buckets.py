@@ -194,7 +194,7 @@ class Lease:
         threading.Thread(target=self.renew, daemon=True).start()
 
     def confirm(self):
-        """Renews the lease now: from now on no other run can take it for LEASE seconds. Raises
+        """Renews the lease now: for the next LEASE seconds no other run can take it. Raises
         UserError if another run has taken it already."""
         from google.api_core.exceptions import PreconditionFailed
         with self.mutex, explained(self.url):

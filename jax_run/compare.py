@@ -97,9 +97,9 @@ def read_manifest(files):
 
 
 def mark_val_data(runs):
-    """Prints a line if `runs`, of read_run, have been evaluated on different data, and sets
-    run['marked'] of each of them. It is then {'val data': digest}, a column of the table, with '?'
-    for an unknown digest; it is {} if no difference is known."""
+    """Sets run['marked'] of each of `runs`, the results of read_run. If runs are known to have been
+    evaluated on different data, it is {'val data': digest}, a column of the table, with '?' for an
+    unknown digest, and a line is printed. Otherwise it is {}."""
     known = {run['val_data'] for run in runs if run['val_data']}
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}
