@@ -46,7 +46,7 @@ def main():
     parser.add_argument('--template', default=Path(here) / 'prompt.jinja',
                         metavar='plain|chatml|FILE',
                         help="as of data/chat/prepare.py (default: prompt.jinja beside this file, "
-                             "Python's own prompt, 4 tokens for a question where plain has 15)")
+                             "Python's own prompt, 4 tokens for a question where plain has 11)")
     parser.add_argument('--rows', type=positive, default=256, metavar='BLOCK_SIZE',
                         help='as of data/chat/prepare.py (default: 256)')
     parser.add_argument('--seed', type=int, default=1337, help='draws forms and invented names')
