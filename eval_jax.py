@@ -154,8 +154,8 @@ def find_kind(item, kind):
 
 
 def pairs(item, delimiter):
-    """Returns [(context, delimiter + continuation)] of an item, one pair for each option. For a
-    chat, the pair is the messages before the answer, a list, and the answer."""
+    """Returns [(context, delimiter + continuation)] of an item, one pair for each option. A chat
+    has one pair: the list of the messages before the answer, and the answer."""
     if item['kind'] == 'chat':
         *before, answer = item['messages']
         return [(before, str(answer.get('content', '')) or ' ')]
@@ -171,8 +171,8 @@ def pairs(item, delimiter):
 
 
 def read_bundle(folder):
-    """Returns the tasks of a bundle: [(name, items, number of examples, delimiter, accuracy of
-    guessing)]. Raises UserError if the folder is not such a bundle."""
+    """Returns the tasks of a folder in the form of DCLM's CORE bundle: [(name, items, number of
+    examples, delimiter, accuracy of guessing)]. Raises UserError if it has another form."""
     import yaml
     read = []
     try:
@@ -214,8 +214,8 @@ def text_of(task, name, default=None):
 
 
 def read_tasks(path):
-    """Returns the tasks of a bundle, as read_bundle does, or the single task of a file, which has
-    no examples and no accuracy of guessing."""
+    """Returns the tasks that read_bundle finds if `path` is a folder; else the single task of the
+    file, which has no examples and no accuracy of guessing."""
     if os.path.isdir(path):
         return read_bundle(path)
     return [(Path(path).stem, read_items(path), 0, ' ', None)]
@@ -273,7 +273,7 @@ def prompts_of(item, delimiter):
 
 def evaluate_task(name, items, n_examples, delimiter, guessing):
     """Returns {'accuracy', 'accuracy_norm', 'n'} of a task. For a task of a CORE bundle (see
-    read_bundle), it also has 'centered': 0 is as good as guessing, 1 is all right.
+    read_bundle), it also has 'centered': 0 is as good as guessing, 1 is every item right.
 
     guessing: the accuracy of guessing in a task of a bundle; None for any other task. In a bundle,
     'accuracy' takes the option with the highest log-probability per token and, as in nanochat,

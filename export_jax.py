@@ -107,8 +107,8 @@ def model_card(family, name):
 
 
 def check_run(run):
-    """Raises UserError unless `run`, the flags in a checkpoint, has those of train_jax.py that a
-    model card needs."""
+    """Raises UserError unless `run`, the flags in a checkpoint, has the flags of train_jax.py
+    that a model card needs."""
     numbers = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     texts = ('dataset', 'init_from')
     has_numbers = all(type(run.get(name)) is int for name in numbers)

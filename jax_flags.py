@@ -262,8 +262,8 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. A config file gives the flags that it assigns at its top
-    level, even if the value is the default. It also gives the flags that other files change, run by
-    `from base import *` or exec(open('base.py').read()).
+    level, even if the value is the default. If it runs another file, by `from base import *` or
+    exec(open('base.py').read()), it also gives the flags that the other file changes.
 
     script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
     arguments, by default the command line's. ignored: names that are accepted without effect.
@@ -393,8 +393,8 @@ ALIASES = {
 
 
 def nearest_names(name, known):
-    """Returns the known names that a name may be a typing error of, the nearest first, at most
-    three."""
+    """Returns the known names that the user may have meant by a mistyped `name`, the nearest first,
+    at most three."""
     return difflib.get_close_matches(name, known, n=3, cutoff=0.6)
 
 
@@ -552,7 +552,7 @@ def is_read(script, name, flags):
 
 def check_needs(script, flags, given):
     """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts it if its value is
-    off (0, '', False), or if the user has given its switch, too.
+    off (0, '', False), or if the user has given, with any value, the flag that switches it on.
 
     flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""
@@ -869,9 +869,9 @@ def exit_before_others(code):
     """Ends this process with this exit code, if it is one of several processes of JAX; else does
     nothing.
 
-    A usual exit waits for the others, which may not have failed, and after 60 s JAX aborts all of
-    them (134). Process 0 waits 3 s, so that other failing processes can print their errors: JAX's
-    coordination service ends with process 0, and then JAX aborts the others."""
+    A usual exit waits for the others, which may still run, and after 60 s JAX aborts all of them
+    (exit code 134). Process 0 first waits 3 s, so that other failing processes can print their
+    errors: JAX's coordination service ends with process 0, and then JAX aborts the others."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()

@@ -48,9 +48,9 @@ LARGEST_BIAS = 32
 # sampling
 
 class Controls(struct.PyTreeNode):
-    """The values of a Sampling that compiled functions take as arguments: other values do not
-    recompile, except n_vocab. A control that is None is off, and its computation is not compiled.
-    If the rows of a batch have different values, a control is an array [B, 1]."""
+    """The values of a Sampling that compiled functions take as arguments. Changed values do
+    not recompile them, except for n_vocab. A control that is None is off, and its computation is
+    not compiled. If the rows of a batch have different values, a control is an array [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: Any = ()  # int32 [n] or [B, n]; another n recompiles
     temperature: Any = None  # None is greedy
@@ -203,8 +203,8 @@ def log_probability(logits_BxV: Array, token_B: Array) -> Array:
 def penalize_repetition(logits_BxV: Array, tokens_BxN: Array, length_B: Array,
                         penalty: Array) -> Array:
     """Returns the logits with the repetition penalty (arXiv:1909.05858): of tokens that row b
-    already has, tokens_BxN[b, :length_B[b]], positive logits are divided by `penalty`, others
-    multiplied by it."""
+    already has, tokens_BxN[b, :length_B[b]], positive logits are divided by `penalty`, and
+    negative ones multiplied by it."""
     # which tokens of the vocabulary each row has, up to its length
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
     rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
@@ -423,8 +423,8 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
 
 
 def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
-    """Returns drafts [n_draft] for a row, the first `length` of tokens_N: the tokens after an
-    earlier occurrence of its last tokens (prompt lookup,
+    """Returns drafts [n_draft] for the row tokens_N[:length]: the tokens after an earlier
+    occurrence of the row's last tokens (prompt lookup,
     https://github.com/apoorvumang/prompt-lookup-decoding). The occurrence that agrees in most
     tokens, up to NGRAM, is taken; of several, the latest. If there are fewer tokens after the
     occurrence than drafts, these tokens are repeated."""
@@ -594,11 +594,11 @@ class Decoder:
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (indices of the rows to prefill; for each row b, which of these begins with the same
-    end_B[b] tokens, as an index into the first array, [B]).
+    """Returns (the indices of the rows to prefill; for each row b, the place in this first array of
+    a row that begins with the same end_B[b] tokens, [B]).
 
     The rows to prefill are one row of each distinct prompt, filled up to a power of two with copies
-    of the first, so that another number of distinct prompts rarely compiles anew. If this power of
+    of the first, so that another number of distinct prompts rarely recompiles. If this power of
     two is not below the number of all rows, all rows are prefilled."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
@@ -728,9 +728,9 @@ def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens
     The prompts are prefilled in pieces; equal prompts are computed once. The last token of a prompt
     is not prefilled: the first decode step feeds it. Each new token costs the computation of one
     position. With learned positions, nanoGPT's rule holds past block_size: a token is conditioned
-    on the last block_size tokens. Their positions have all changed, so that the token costs
-    block_size positions. With RoPE, positions continue past block_size, and a layer attends to the
-    last block_size keys at most.
+    on the last block_size tokens. Each new token changes the positions of all of these, and so
+    costs block_size positions. With RoPE, positions continue past block_size, and a layer attends
+    to the last block_size keys at most.
 
     Raises UserError for invalid prompts or options."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
@@ -784,9 +784,9 @@ def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) 
 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
-    """Raises UserError if cache_dtype is unknown, or if it has 8 bits and a bias in c_attn (of
-    queries, keys or values) has a norm above LARGEST_BIAS in some head. With such a bias, rounding
-    to 8 bits loses the rest."""
+    """Raises UserError for an unknown cache_dtype; and for one of 8 bits, if the model has a bias
+    in c_attn (of queries, keys or values) with a norm above LARGEST_BIAS in some head. Beside such
+    a bias, rounding to 8 bits loses the rest of a vector."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -996,8 +996,8 @@ def longest_row(group: list[Row]) -> int:
 def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, int, int]]:
     """Yields (first, scored, end) for each window of a text of n_tokens tokens. The model reads
     tokens first .. end - 2, at most max_length of them, and predicts tokens scored .. end - 1. Each
-    token from `start` on is predicted in exactly one window. The last window begins earlier, so
-    that it is full (as in lm-eval)."""
+    token from `start` on is predicted in exactly one window. The last window reads more of
+    the earlier tokens, so that it is full (as in lm-eval)."""
     while start < n_tokens:
         end = min(n_tokens, start + max_length)
         yield max(0, end - max_length - 1), start, end

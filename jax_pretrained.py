@@ -170,8 +170,8 @@ def finite(name, tensor, dtype):
 
 
 def describe_folder(tokenizer):
-    """Returns the description of a tokenizer, a dict. tokenizer: its folder, or the description
-    itself, or None, which is returned."""
+    """Returns the description of a tokenizer, a dict. tokenizer: its folder; or a description
+    or None, which is returned unchanged."""
     if tokenizer is None or isinstance(tokenizer, dict):
         return tokenizer
     return {'kind': 'folder', 'path': str(tokenizer)}
@@ -421,7 +421,7 @@ def differences(config, hf, source):
 
 def meaning(config):
     """Returns {field: value} of a config in a form that can be compared: zeros and patterns that
-    stand for other values are replaced by these, and fields without effect on the logits are
+    stand for other values are replaced by those values, and fields without effect on the logits are
     cleared."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture()
@@ -872,8 +872,8 @@ class Placing:
         self.crc = 0
 
     def __call__(self, path, array):
-        """Adds a float32 parameter to the checksum. Returns it, after `change`, on its devices.
-        path: the path in the tree of parameters."""
+        """Adds a float32 parameter to the checksum. Returns the parameter, after `change`, on its
+        devices. path: its path in the tree of parameters."""
         self.crc = zlib.crc32(np.ascontiguousarray(array), self.crc)
         if path == ('wpe',):
             array = array[:self.config.block_size]

@@ -28,7 +28,7 @@ DROPOUT = 1  # folded into the seed's key, so that dropout has its own numbers; 
 
 class Schedule(struct.PyTreeNode):
     """The learning rate as a function of the number of updates made, schedule(n). Its float32
-    fields are arguments of the compiled step: another learning rate or length compiles nothing.
+    fields are arguments of the compiled step: a change of rate or length does not recompile it.
 
     Compiled code rounds divisions by arguments and by constants differently. Therefore
     create_learning_rate_schedule computes all quotients beforehand, and the compiled code only
@@ -247,8 +247,9 @@ def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     """Returns {'loss': the sum over the sequences of their mean loss}.
 
     If the batch has 'weight' [B, T], each token's loss is first multiplied by its weight, which is
-    0 in sequences that only fill up the batch. If the batch has 'spelled' [B, T], the same weight
-    but 0 for tokens without bytes, the result has 'spelled', too: the sum with this weight."""
+    0 in sequences that only fill up the batch. The array 'spelled' [B, T] has the same
+    weights, but 0 for tokens without bytes. If the batch has it, the result has 'spelled', too: the
+    sum with these weights."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:

@@ -738,8 +738,9 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
 
     A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's.
-    n_draft: how many draft tokens a step may reject; their positions are then fed again. In a ring,
-    a rejected token would overwrite a key that is still in the window, without these extra slots.
+    n_draft: how many draft tokens a step may reject; other tokens are later fed at their positions.
+    Without these extra slots, a rejected token in a ring would overwrite a key that is still in the
+    window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
     held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(held.dtype.name, held) if as_bits else held

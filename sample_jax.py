@@ -116,7 +116,7 @@ def read_prompts(start, each_line, chat):
 def read_prompt(path, number, line, chat):
     """Returns the prompt in a line of prompts.jsonl: "some text" or {"prompt": "some text"}. In a
     chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs"; returns
-    this dict and, as its 'where', the file and line. Raises UserError for any other line."""
+    this dict with one more key, 'where': the file and line. Raises UserError for any other line."""
     # a line that is not JSON is refused below, like everything else that is not a prompt
     try:
         prompt = json.loads(line)

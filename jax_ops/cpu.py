@@ -116,8 +116,8 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     XLA:CPU's matmul (docs/lab_log.md#bfloat16-rows).
 
     The loop is shaped for XLA:CPU:
-    - FLOAT_LANES sums side by side fill vector registers; with 32 sums a core skips every other
-      cache line of float32 weights at first (docs/lab_log.md#sixteen-lanes);
+    - FLOAT_LANES sums side by side fill vector registers; with 32 sums a core would at first
+      read only every other cache line of float32 weights (docs/lab_log.md#sixteen-lanes);
     - each sum has at most 20 terms, or LLVM does not unroll it;
     - the two halves of the rows are one reduction, because XLA compiles a reduction of one operand
       as a slower library call, and because two streams of weights are prefetched faster than one;

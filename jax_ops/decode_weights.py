@@ -19,7 +19,7 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
     'int8'.
 
     On one GPU kernels become Transposed, except those of experts and routers. On one CPU device, if
-    `dtype` is float32 or bfloat16, they all do, except those of routers. Empties the dict `params`:
+    `dtype` is float32 or bfloat16, all but those of routers do. Empties the dict `params`:
     each entry is removed before its conversion, so that memory need not hold the model twice.
     Raises UserError for an unknown `quantize`."""
     check_choice('quantize', quantize, ('', 'int8'))

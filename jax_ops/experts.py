@@ -20,8 +20,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     choose_experts.
 
     On a mesh (expert parallelism) a device has some of the experts. It all-gathers the tokens over
-    the expert axis, computes its own experts, and reduce-scatters the sums back. From 4 U ranks on,
-    if a device has at least 128 tokens, a token is sent only to the ranks of its experts
+    the expert axis, computes its own experts, and reduce-scatters the sums back. With 4 U or more
+    ranks and at least 128 tokens per device, a token is sent only to the ranks of its experts
     (exchange_tokens)."""
     mix = functools.partial(mix_range, f, scale_input, way)
     mesh = current_mesh()
