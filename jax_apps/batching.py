@@ -43,8 +43,8 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Adds tokens to the row and returns the GenerationResult so far. Its caller gets at most
-        n_new more tokens, or those that the batch has decoded for it already."""
+        """Adds tokens to the row and returns the GenerationResult so far. It has at most n_new
+        more tokens than the last one, unless the batch has decoded more for the row already."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated
@@ -74,8 +74,8 @@ class Row:
     @property
     def is_shared(self):
         """Whether the row can be decoded together with others: it has not ended, and it fits into a
-        KV cache. A model with learned position embeddings has no cache beyond block_size, and
-        sharing gains nothing there."""
+        KV cache. With learned position embeddings, a row longer than block_size has no cache, and
+        gains nothing by sharing."""
         is_done = bool(np.asarray(self.decoder.state.done_B)[0])
         has_room = self.n_generated < self.decoder.sampling.max_new_tokens
         return not is_done and has_room and self.length <= self.decoder.max_cached
@@ -121,7 +121,8 @@ class Batch:
 
     def advance(self, row, n_new):
         """Returns the GenerationResult of a Row with more tokens. A row that is alone gets up to
-        n_new. Otherwise it gets the tokens that its caller has not seen, or else a new chunk."""
+        n_new. Otherwise it gets the tokens that its caller has not seen yet; if there are none, a
+        new chunk."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         shared = [other for other in self.rows if other.is_shared]

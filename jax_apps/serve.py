@@ -465,7 +465,7 @@ class Server(ThreadingHTTPServer):
         return True
 
     def encode(self, job, prompt):
-        """Returns the token ids of a prompt of a Job, of its end alone if the request asks for
+        """Returns the token ids of a prompt of a Job; only the last ones if the request asks for
         truncation. Raises UserError or Refusal if the prompt is not valid, and Refusal if
         there are more ids than the context has positions."""
         if job.is_chat:
@@ -636,8 +636,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def check_sender(self):
         """Raises Refusal for a request from a page of another site, unless --allow names it. The
-        browser names the site in Origin, and in Host the name by which the page has found this
-        machine. If the site has pointed its own name here (DNS rebinding), Host is neither an
+        browser sends the site as Origin, and the name by which the page has found this machine as
+        Host. If the site has pointed its own name here (DNS rebinding), Host is neither an
         address nor a name of this server."""
         host = self.headers.get('Host', '')
         names = ('localhost', self.server.host, socket.gethostname(), *self.server.allowed_names)

@@ -104,8 +104,9 @@ class Chat:
         return self.model.encode(text)
 
     def forget_oldest(self, messages):
-        """Returns the messages without the oldest turns, if they do not all fit into the context
-        together with an answer of max_new_tokens, or of half the context if that is less."""
+        """Leaves out the oldest turns until the other messages and an answer fit into the context,
+        and returns these messages. The answer has max_new_tokens, or half the context if that is
+        less."""
         # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.sampling.max_new_tokens, block_size // 2)

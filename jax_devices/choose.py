@@ -23,10 +23,11 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     """Returns (implementation, reason) for the flag --attention and training on `device`. `tensor`
     devices share the heads, `context` devices share a sequence.
 
-    'auto' is the device's flash attention (cuDNN or splash) if it computes this model, else chunked
-    attention if context > 1 or for blocks of CHUNKED_FROM tokens and longer, else plain XLA.
-    deterministic: whether a step has to give the same bits each time. On a GPU the result is then
-    'xla'; 'cudnn' is refused.
+    'auto' is the device's flash attention (cuDNN or splash) if it computes this model. Otherwise
+    it is chunked attention if context > 1 or for blocks of at least CHUNKED_FROM tokens, and plain
+    XLA for shorter blocks.
+    deterministic: whether a step has to give the same bits each time. If so, the result on a
+    GPU is 'xla', and 'cudnn' is refused.
     packed: whether rows hold several conversations, see GPT.loss.
     Raises UserError for an unknown or impossible attention."""
     check_choice('attention', attention, ('auto', *ATTENTION))

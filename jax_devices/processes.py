@@ -172,9 +172,9 @@ class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
     A second signal ends the process at once. It has no effect during a save, or if it or the first
-    signal is SIGHUP, because a closed terminal sends several signals. With nothing_to_save the
-    first signal ends the process. In a notebook a second signal raises KeyboardInterrupt instead,
-    because the process must live on. SIGHUP stays ignored under nohup.
+    signal is SIGHUP, because a closed terminal sends several signals. In a notebook, where the
+    process must live on, a second signal outside of a save raises KeyboardInterrupt instead. With
+    nothing_to_save the first signal ends the process. SIGHUP stays ignored under nohup.
 
     A thread answers each signal with a line on stderr, because Python's own handlers run only in
     the main thread, between two bytecode instructions: not before a long call in compiled code,
@@ -271,8 +271,8 @@ class StopSignal:
 
 
 def exit_at_signals(is_said=False):
-    """Makes a signal that stops a script end it at once from here on, with exit code 128 + signal,
-    even in the middle of a compiled program. It is for scripts that have nothing to save. A usual
+    """Makes signals that stop a script end it at once, from this call on, with exit code 128 +
+    signal, even in the middle of a compiled program. For scripts that have nothing to save. A usual
     exit could crash, because a running program uses memory that the exit frees. is_said: whether to
     print a line."""
     received, sender = socket.socketpair()
@@ -329,8 +329,8 @@ def until_closed():
 
 
 def discard_output():
-    """Redirects stdout and stderr to os.devnull, unless they are files: the terminal has closed, or
-    the reader of a pipe may have ended."""
+    """Redirects stdout and stderr to os.devnull, unless they are files. Call it when the terminal
+    has closed; the reader of a pipe may have ended then, too."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         # A process that was started with >&- has none.

@@ -432,8 +432,8 @@ class Profile:
         self.last = self.first
 
     def start(self, iter_num):
-        """Starts the trace at the sixth iteration of this process, or earlier so that three are
-        left. Call it before iteration iter_num."""
+        """Starts the trace at the sixth iteration of this process; earlier if fewer than three
+        would be left then. Call it before iteration iter_num."""
         if iter_num == self.first:
             jax.profiler.start_trace(self.folder)
             self.is_running = True

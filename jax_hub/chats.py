@@ -78,7 +78,7 @@ def call_of(message, n=-1):
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that its template takes: objects,
     decoded from OpenAI's JSON text. If the template fails with objects, or writes them as Python
-    does, they become JSON text instead, unless the template fails with text, too."""
+    does, they become JSON text instead. If it fails with text, too, they stay objects."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -260,8 +260,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
     chat: a Chat. counted: the indices of the assistant's messages that count, None for all. If the
     template marks parts by {% generation %}, their tokens count. Otherwise whole answers count,
     from the end of the generation prompt to the special token that ends the answer. Some templates
-    write this token only at the beginning of the next message; then it is added to the last answer
-    here.
+    write this token only at the beginning of the next message; then this function adds it to the
+    last answer.
 
     Raises UserError if the template refuses the messages, writes an answer anywhere but behind the
     generation prompt, or writes another message into an answer."""
@@ -320,8 +320,8 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns `spans`, of render_marked, without those of the answers in left_out, indices of
-    messages. Raises UserError if the template does not mark one of these apart from the others."""
+    """Returns `spans`, of render_marked, without those of some answers. left_out: the indices of
+    these messages. Raises UserError if the template does not mark one apart from the others."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -355,8 +355,8 @@ def find_answer(tokenizer, chat, i, text):
     Answer.
 
     Renders the Chat with a mark in place of the answer, to see the text that the template writes
-    around it, even if the template rewrites earlier turns. Raises UserError if the answer does not
-    follow the request for it."""
+    around it, even if the template rewrites earlier turns. Raises UserError if the template
+    does not write the answer behind the text that asks for it."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')
@@ -514,7 +514,7 @@ def left_out_parts(tokenizer, chat, parts):
     """Returns the Parts of a Chat that its template leaves out.
 
     The Chat is rendered once with a different mark in each part. For each mark that is missing, it
-    is rendered with that mark alone, because other marks may mislead a template."""
+    is rendered again with that mark alone, because other marks may mislead a template."""
     if not parts:
         return []
     messages = [dict(message) for message in chat.messages]
@@ -532,8 +532,8 @@ def left_out_parts(tokenizer, chat, parts):
 
 
 def mark_answer(message):
-    """Returns the message with MARK in place of its text, or in the name of its last tool call if
-    it has one, because many templates write no text beside a call."""
+    """Returns the message with MARK in place of its text. If it has tool calls, MARK replaces the
+    name of the last one instead, because many templates write no text beside a call."""
     if not message.get('tool_calls'):
         return {**message, 'content': MARK}
     *calls, last = message['tool_calls']

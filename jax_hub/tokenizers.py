@@ -410,8 +410,8 @@ def limit_vocabulary(tokenizer, size):
 
 
 def strip_partial_utf8(text):
-    """Returns the text without an incomplete character at its end: a token may end within one,
-    which decodes to U+FFFD."""
+    """Returns the text without an incomplete character at its end. A token may end inside a
+    character, which then decodes to U+FFFD."""
     return text.rstrip('\ufffd')
 
 
@@ -456,8 +456,8 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Returns the description. If it has a path, relative to `folder`, the path is made relative to
-    the current folder, and "is_copy" is added, see HFTokenizer; it is true if the path is
+    """Returns the description. If it has a path, which is relative to `folder`, makes the path
+    relative to the current folder, and adds "is_copy" (see HFTokenizer): true if the path was
     'tokenizer', as in a run or a data set."""
     if description.get('kind') != 'folder':
         return description
@@ -483,7 +483,7 @@ def same_tokens(a, b):
 
 def digest_of(description):
     """Returns the tokens_digest of a tokenizer of the kind 'folder': the one that prepare.py wrote
-    into its description, or that of the folder now."""
+    into its description, or else that of the folder now."""
     return description.get('digest') or tokens_digest(load_tokenizer(description).tokenizer)
 
 
@@ -527,9 +527,10 @@ def digest(content):
 def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
     set. data, model: the descriptions of their tokenizers; the model's may be None (unknown).
-    dataset, model_name: for the message. vocab_size: of the model. Raises UserError unless the ids
-    of both mean the same tokens, or the model's is None and the data set's has vocab_size
-    characters."""
+    dataset, model_name: for the message. vocab_size: of the model.
+
+    Raises UserError unless the ids of both mean the same tokens. If the model's tokenizer is
+    unknown, the data set's must have vocab_size characters instead."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:

@@ -53,8 +53,8 @@ def open_clients():
 
 @contextlib.contextmanager
 def explained(url):
-    """Turns an exception of the block, which sends requests to `url`, into a UserError of one line:
-    into a TryAgain if is_temporary(exception). A UserError passes unchanged."""
+    """Turns an exception of the block, which sends requests to `url`, into a UserError of one line.
+    A temporary one (is_temporary) becomes a TryAgain. A UserError passes unchanged."""
     try:
         yield
     except UserError:
@@ -212,8 +212,8 @@ class Lease:
             self.generation = blob.generation
 
     def renew(self):
-        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores UserErrors: if one
-        lasts, the next save raises it."""
+        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores UserErrors: if
+        the cause lasts, the next save raises one."""
         while not self.ended.wait(LEASE / 4):
             with contextlib.suppress(UserError):
                 self.confirm()

@@ -293,7 +293,7 @@ def find_damage(run, path, items=ITEMS):
 
 def is_run(source):
     """Returns whether `source` is the out_dir of a run. In a bucket every `source` except a
-    checkpoint counts as a run, because nothing else is read from there."""
+    checkpoint counts as a run, because pretrained models are not read from a bucket."""
     if is_in_bucket('the run', source):
         return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()
@@ -347,8 +347,8 @@ def read_val_loss(step, since=0):
 
 def data_since(manifest):
     """Returns the iteration from which on a run has trained on its present data: the iteration of
-    the last resume that changed the data, 0 if no resume did. manifest: of a checkpoint; None, if
-    an earlier version wrote the checkpoint, gives 0."""
+    the last resume that changed the data, 0 if no resume did. manifest: of a checkpoint. It is
+    None if an earlier version wrote the checkpoint; the result is then 0."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
@@ -364,7 +364,7 @@ def read_data_since(step):
 
 def describe_checkpoint(out_dir, step, meta):
     """Returns {'iteration': step, 'digests': {name: digest}}, by which a result identifies
-    its checkpoint: one digest of the manifest, and for each item one of its checksums. meta: the
+    its checkpoint: a digest of the manifest, and a digest of the checksums of each item. meta: the
     metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
@@ -391,7 +391,7 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
 
     meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
     a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
-    one before it cannot be written (a full disk), and if the folder holds later ones."""
+    one before it cannot be written (a full disk), and if the folder holds later checkpoints."""
     import orbax.checkpoint as ocp
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
@@ -481,9 +481,9 @@ def opt_state_item(state):
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
-    If one of its folders in `items` is damaged, stderr says so, and the newest intact checkpoint is
-    taken instead; if none is intact, one that has lost only its checksums. Raises UserError if
-    there is no such checkpoint either."""
+    If one of its folders in `items` is damaged, prints so on stderr and chooses the newest intact
+    checkpoint instead. If none is intact, chooses one that has lost only its checksums. Raises
+    UserError if there is no such checkpoint either."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)

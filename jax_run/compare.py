@@ -97,9 +97,9 @@ def read_manifest(files):
 
 
 def mark_val_data(runs):
-    """Sets run['marked'] of each of `runs`, the results of read_run. If runs are known to have been
-    evaluated on different data, it is {'val data': digest}, a column of the table, with '?' for an
-    unknown digest, and a line is printed. Otherwise it is {}."""
+    """Sets run['marked'] of each of `runs`, the results of read_run. It is {} unless runs are known
+    to have been evaluated on different data. If they are, it is {'val data': digest}, a column of
+    the table ('?' for an unknown digest), and a line is printed."""
     known = {run['val_data'] for run in runs if run['val_data']}
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}

@@ -149,7 +149,7 @@ def load_dataset_meta(data_dir):
 def byte_scale(meta, split):
     """Returns the bytes of a split's text, divided by the bytes of its tokens as load_token_bytes
     counts them. It is below 1 if the tokenizer puts a space before each text. It is 1 if `meta`, of
-    load_dataset_meta, has no counts, as of older data sets."""
+    load_dataset_meta, has no counts: older data sets have none."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
@@ -226,9 +226,9 @@ def load_masks(data_dir, splits):
     load_dataset. Returns {split: uint8 array with the shape of the tokens}, or {} for a data set
     without masks, in which all tokens count.
 
-    A mask has a byte for each token: 1 if it counts in the loss, as an assistant's tokens do, else
-    0; but in packed rows 2 at the start of a conversation or of the padding. Raises UserError for a
-    mask that is missing or of another length."""
+    A mask has a byte for each token: 1 if it counts in the loss (an assistant's tokens), else 0. In
+    packed rows, the first token of a conversation or of the padding has 2 instead. Raises UserError
+    for a mask that is missing or of another length."""
     data_dir = relative_path(data_dir)
     paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
     are_there = [path.exists() for path in paths.values()]

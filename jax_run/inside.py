@@ -52,8 +52,8 @@ def look_inside(model, ids, part):
 
 @functools.partial(jax.jit, static_argnames=('config', 'part'))
 def compute_part(params, idx_1xT, *, config, part):
-    """Computes what look_inside returns, but with the padding. idx_1xT: int32 [1, T], the ids of
-    one text, padded at the end."""
+    """Computes what look_inside returns, and the same for the padding. idx_1xT: int32 [1, T], the
+    ids of one text, padded at the end."""
     model = GPT(config)
     if part == 'logits':
         return model.apply({'params': params}, idx_1xT)[0]

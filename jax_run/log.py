@@ -26,8 +26,8 @@ class RunLog:
 
     run: a Run. metrics_log: a MetricsLog, or None in processes that do not log. wandb_run: of
     start_wandb, or None.
-    tokens_per_iter: tokens of an iteration. mfu: a function of the tokens per second that returns
-    the model FLOPs utilization, or None if the device's peak is unknown.
+    tokens_per_iter: tokens of an iteration. mfu: None if the device's peak is unknown, else a
+    function of the tokens per second that returns the model FLOPs utilization.
     is_synchronous: whether a step is done when its call returns, as on CPUs.
     started: the time.perf_counter() of the script's start. imports_s: seconds that its imports
     took.
@@ -115,8 +115,8 @@ class RunLog:
 
     def flush(self):
         """Fetches the pending metrics and logs them. Raises NotFinite, a UserError, if the loss or
-        the gradients' norm is not finite. (With float16 an infinite norm passes while the loss
-        scale is at least 1.)"""
+        the gradients' norm is not finite. (With float16 an infinite norm is accepted while the
+        loss scale is at least 1.)"""
         if self.pending is None:
             return
         iter_num, metrics = self.pending

@@ -148,8 +148,8 @@ def find_machine(manifest):
 
 def find_cpu(device):
     """Returns the architecture and the CPU_FEATURES of a CPU, such as 'x86_64 avx2 avx512f'; '' for
-    another device. Features that XLA_FLAGS forbids are listed, too: find_settings returns
-    XLA_FLAGS."""
+    another device. Also lists features that XLA_FLAGS forbids: the manifest has XLA_FLAGS, too,
+    see find_settings."""
     if device.platform != 'cpu':
         return ''
     features = []

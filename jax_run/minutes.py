@@ -54,7 +54,7 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """Prints how many iterations fit, and what has taken the time, if fewer than FEW fit. flags:
+    """Prints, if fewer than FEW iterations fit, how many fit and what has taken the time. flags:
     of the run, with the max_iters that fit. source: the training data. seconds: since the start."""
     n = flags['max_iters']
     if n >= FEW:

@@ -248,8 +248,8 @@ class Rows(Windows):
 
 def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
     """Scales the weights of a batch to a mean of 1 over the targets of its iteration, and returns
-    the batch; None if no target counts. n_targets, n_counted: all targets of the iteration, and
-    those that count in the loss."""
+    the batch; None if no target counts. n_targets: the number of targets of the iteration.
+    n_counted: the number of those that count in the loss."""
     if not n_counted:
         return None
     batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
@@ -267,8 +267,8 @@ def find_starts(mask_x: np.ndarray) -> np.ndarray:
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
     """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the
-    rows, as in find_starts. The last part of a row is padding if none of its tokens counts: each
-    conversation has one that counts."""
+    rows, as in find_starts. The last part of a row is padding if none of its tokens counts,
+    because each conversation has a token that counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)

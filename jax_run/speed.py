@@ -91,7 +91,8 @@ def report_decoding(model, generations, n_new):
 
 
 def leaves_context(config, generations):
-    """Returns whether a row has more tokens than the model has learned positions."""
+    """Returns whether a row is longer than the context of a model with learned position embeddings;
+    False for other models."""
     longest = max(int(generation.result.lengths.max()) for generation in generations)
     return config.position == 'learned' and longest > config.block_size
 
