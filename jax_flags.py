@@ -602,8 +602,8 @@ def check_given(flags, given):
 
 
 def check_source(flags, given):
-    """Raises UserError if out_dir or checkpoint was given although init_from is not 'resume', so
-    that nothing reads them. flags: those of sampling, evaluation or export."""
+    """Raises UserError if init_from is not 'resume' but out_dir or checkpoint was given, which
+    would be ignored. flags: those of sampling, evaluation or export."""
     # `base` is not here, because it is refused when the model is loaded
     ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:

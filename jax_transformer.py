@@ -586,8 +586,9 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
     """Returns whether a layer's cache is a ring of its attention span.
 
-    It is a ring if positions may exceed the span, so that keys are overwritten. This is so in
-    layers with a window or chunks, and with RoPE, whose positions continue past block_size."""
+    It is a ring if positions may exceed the span, so that keys are overwritten: in each layer with
+    a window or chunks, and in all layers of a model with RoPE, whose positions continue past
+    block_size."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 

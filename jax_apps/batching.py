@@ -120,9 +120,9 @@ class Batch:
         return row
 
     def advance(self, row, n_new):
-        """Returns the GenerationResult of a Row with more tokens. A row that is alone gets up to
-        n_new. Otherwise it gets the tokens that its caller has not seen yet; if there are none, a
-        new chunk."""
+        """Returns the GenerationResult of a Row after it has got more tokens. A row that its own
+        Decoder decodes gets up to n_new. Another row gets the tokens that its caller has not seen
+        yet; if there are none, a chunk is decoded for all rows that share the batch."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         shared = [other for other in self.rows if other.is_shared]

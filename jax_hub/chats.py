@@ -405,10 +405,12 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether the common end of `request` and `before` contains the text of `question`, a
-    message; False if it has no text. request: the text that asks for the answer. before: the text
-    before the answer in the whole conversation. They may begin differently: some templates write a
-    system message only into a user's last turn."""
+    """Returns whether `request` and `before` end with the same text and the content of the message
+    `question` is in this text. Returns False if the message has no text.
+
+    request: the text that asks for the answer. before: the text before the answer in the whole
+    conversation. The beginnings of these two may differ: some templates write a system message only
+    into a user's last turn."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False

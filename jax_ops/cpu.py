@@ -275,8 +275,9 @@ def int16_sums(x, w):
     """Computes (x * w).sum(-1) in int32, for int16 x [..., 1, I] and (u)int8 w [..., O, I]. As in
     nt_bfloat16_row, it computes INT_LANES sums side by side, of two rows of w at a time.
 
-    The terms of a block are added one by one: a reduction over terms and another over sums are one
-    loop in jaxlib 0.10 only (docs/lab_log.md#int8-matmuls)."""
+    A Python loop adds the int16_lane_terms(I) products of each sum. If a reduction did so, only
+    jaxlib 0.10 would compile it and the final reduction over all sums to one loop; jax 0.12 makes
+    two (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
     terms = int16_lane_terms(I)
     w = w.reshape(*w.shape[:-1], -1, terms, INT_LANES)

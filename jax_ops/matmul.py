@@ -19,9 +19,9 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """Returns the parameter unchanged; on a mesh, all-gathered over fsdp, with values rounded to
-    dtype. It is cast before the gather, which reduces traffic. Its gradient is summed in the
-    parameter's dtype.
+    """Returns the parameter unchanged; on a mesh, all-gathered over fsdp. The gather moves it in
+    `dtype`, which reduces traffic. The result is cast back to the parameter's own dtype, so only
+    its values are rounded to `dtype`. Its gradient is summed in the parameter's dtype.
 
     tp: the shardings of the parameter, (storage, compute)."""
     if not current_mesh():
@@ -429,8 +429,8 @@ def fused_linear(x, kernel, bias, widths):
     """Computes jnp.split(linear(x, kernel, bias), ...), a list: several projections fused into one
     kernel [I, sum(widths)], as c_attn.
 
-    With tensor parallelism the fused columns are brought into the order of ranks, unless they are
-    stored in this order."""
+    With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
+    They are reordered unless they are stored so; the returned list is the same in both cases."""
     return as_kernel(kernel).fused_linear(x, bias, widths)
 
 

@@ -64,7 +64,7 @@ def compare(folders, x='iterations'):
 
 def check_process(flags):
     """Raises UserError outside of the main thread, and for flags that this process cannot follow:
-    those of several processes, and deterministic once a GPU or TPU has started."""
+    those of several processes, and deterministic=True after JAX has started a GPU or TPU."""
     if threading.current_thread() is not threading.main_thread():
         raise UserError('train() runs in the main thread, which alone sees an interrupt')
     if flags.get('deterministic') and is_initialized() and jax.default_backend() != 'cpu':

@@ -214,8 +214,9 @@ def lock_out_dir(out_dir, resumed_at=None):
     None in the others; out_dir/lock says who holds it. Raises UserError if another run holds it, or
     if a process does not see it: then the processes have different folders.
 
-    Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them: those newer
-    than iteration `resumed_at` (None: none) and those with unreadable metrics."""
+    Renames checkpoints to <iteration>.damaged, so that Orbax does not see them, if their metrics
+    are unreadable, or if they are newer than iteration `resumed_at`: a run resumes from an older
+    checkpoint only if the newer ones are damaged. resumed_at: None if the run is not resumed."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
