@@ -1,6 +1,7 @@
 # A small Qwen3 on the Python standard library, with a BPE of its own: needs no network, takes 3 to 6 minutes on two
 # CPU cores, and ends at 1.24 bits per byte over all of val, config/train_pystdlib_char.py at 1.91 (docs/performance.md,
 # Loss; what each part gains: docs/lab_log.md, The recipe, part by part).
+#   python data/pystdlib/prepare.py && python train_jax.py config/train_pystdlib.py
 
 out_dir = 'out-pystdlib'
 eval_interval = 500

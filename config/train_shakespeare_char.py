@@ -1,5 +1,6 @@
 # A character-level GPT on tiny Shakespeare, nanoGPT's "baby GPT": minutes on a GPU, a few hours on two CPU cores.
 # For a CPU make it smaller, see README.md.
+#   python data/shakespeare_char/prepare.py && python train_jax.py config/train_shakespeare_char.py
 
 out_dir = 'out-shakespeare-char'
 eval_interval = 250 # a million characters are soon known by heart: look often

@@ -1,5 +1,5 @@
 # Tiny Shakespeare below the loss of nanoGPT's CPU recipe in 400 iterations instead of its 2000:
-#   python train_jax.py config/train_shakespeare_char_cpu_fast.py
+#   python data/shakespeare_char/prepare.py && python train_jax.py config/train_shakespeare_char_cpu_fast.py
 # A Qwen3 with a quarter of the parameters of nanoGPT's model, 0.2M. What counts is the loss after a few seconds: in a
 # given time a smaller model sees more text (docs/lab_log.md, A smaller model for the short run).
 
