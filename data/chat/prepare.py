@@ -213,7 +213,8 @@ def check_ends(ids, mask, enc):
         counts = (mask[start:end] == 1)[is_text]
         counts_next = np.append(counts[1:], end < len(ids))
         last.update(ids[start:end][is_text][counts & ~counts_next].tolist())
-    if enc.stop_texts:
+    first = enc.tokenizer.decode(ids[:2**16][mask[:2**16] == 1].tolist(), skip_special_tokens=False)
+    if any(text in first for text in enc.stop_texts):
         return ''
     if not last & (enc.special_ids | set(enc.stop_tokens)):
         fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
