@@ -42,9 +42,9 @@ max_new_tokens = 500 # tokens to generate
 temperature = 0.8 # 1.0 = no change, below less random; 0 takes the likeliest token
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
 seed = 1337 # seeds weights, batches and the sample
-# --- the flags: the globals above of these four types, with their defaults
+# -----------------------------------------------------------------------------
 DEFAULTS = {k: v for k, v in vars().items() if k[0] != '_' and type(v) in (bool, int, float, str)}
-Config = collections.namedtuple('Config', [*DEFAULTS, 'vocab_size'])
+Config = collections.namedtuple('Config', [*DEFAULTS, 'vocab_size'])  # DEFAULTS: the flags above
 # jit compiles a function of arrays; its argument cfg is a constant: another Config compiles anew
 jit = functools.partial(jax.jit, static_argnames='cfg')
 
