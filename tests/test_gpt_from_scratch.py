@@ -51,9 +51,9 @@ MISTAKES = {
         ('step = (m / (1 - cfg.beta1**n)) / (v / (1 - cfg.beta2**n) + 1e-8)', 'divide by the root of v'),
         ('step = (m / (1 - cfg.beta1)) / (jnp.sqrt(v / (1 - cfg.beta2)) + 1e-8)', 'after 2 updates')],
     'loop': [
-        ('found = jax.value_and_grad(loss_fn)(params, y_BxT, x_BxT, cfg)', 'you predict x from y'),
-        ('found = loss_fn(params, *xy, cfg), jax.tree.map(jnp.zeros_like, params)', 'losses of batch 1'),
-        ('found = jax.grad(loss_fn)(params, *xy, cfg)', 'fails: ValueError')],
+        ('loss_grads = jax.value_and_grad(loss_fn)(params, y_BxT, x_BxT, cfg)', 'you predict x from y'),
+        ('loss_grads = loss_fn(params, *xy, cfg), jax.tree.map(jnp.zeros_like, params)', 'losses of batch 1'),
+        ('loss_grads = jax.grad(loss_fn)(params, *xy, cfg)', 'fails: ValueError')],
     'sampling': [
         ('logits_1xTxV, cache = forward(params, np.array([ids[n_cached:]]), cfg, cache)', 'another one from its token'),
         ('logits_1xTxV, cache = forward(params, np.array([ids]), cfg, cache, 0)', 'tokens were computed'),
