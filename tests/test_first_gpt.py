@@ -24,7 +24,8 @@ def test_the_notebook_runs_and_shows_curves_texts_and_an_export(speaking, tmp_pa
     outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
     pictures = [output for output in outputs if 'image/png' in output.get('data', {})]
     text = ''.join(output.get('text', '') for output in outputs)
-    assert len(pictures) == 5  # three curves, a comparison, a head
+    assert len(pictures) == 6  # four curves, a comparison, a head
+    assert 'conversations' in text and 'Who are you?' in text
     assert '1 x cpu' in text and 'learning_rate' in text and 'bits per byte' in text
     assert 'next: python sample_jax.py --init_from=out-notebook-export' in text
     assert os.path.exists(tree / 'out-notebook-export' / 'model.safetensors')
