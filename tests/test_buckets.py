@@ -453,6 +453,11 @@ def test_the_documented_loop_comes_back_from_a_bucket_that_fails_for_a_while(
     assert_same_as_on_disk(bucket, url, tmp_path / 'out', tmp_path)
 
 
+def test_a_request_without_an_answer_fails_after_a_limit_of_silence(proxy):
+    files, _ = buckets.open_clients()
+    assert files.requests_timeout.sock_read == files.requests_timeout.sock_connect == buckets.SILENCE <= 30
+
+
 @pytest.mark.slow
 def test_a_bucket_that_is_deleted_in_the_middle_ends_the_run_with_one_line(flags):
     lost = storage.Client(project=None).create_bucket('lost')
