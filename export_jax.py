@@ -55,7 +55,7 @@ from jax_hub.folders import (
     find_config_json, is_on_hub, kept_config_json, local_path, name_on_hub)
 from jax_hub.gguf_files import why_no_gguf
 from jax_hub.tokenizers import (
-    HFTokenizer, describe_tokenizer, load_tokenizer, write_char_tokenizer, write_gpt2_tokenizer)
+    HFTokenizer, describe_tokenizer, load_tokenizer, write_tokenizer)
 from jax_pretrained import open_pretrained, public_name, save_adapter, save_pretrained
 from jax_run.checkpoints import run_folder
 from jax_run.load import load_run, load_updates
@@ -251,17 +251,14 @@ else:
 # A folder gets the files of the tokenizer; a GGUF file contains the tokenizer.
 tokenizer = description
 with tempfile.TemporaryDirectory() as made:
-    if gguf:
-        if not tokenizer:
-            raise UserError("a GGUF file holds the tokenizer, and this model's is unknown: put its "
-                            'tokenizer.json beside the weights')
-        if tokenizer['kind'] == 'gpt2':
-            write_gpt2_tokenizer(made)
-            tokenizer = {'kind': 'folder', 'path': made}
-    elif tokenizer.get('kind') == 'char':
-        write_char_tokenizer(tokenizer['chars'], made)
+    if gguf and not tokenizer:
+        raise UserError("a GGUF file holds the tokenizer, and this model's is unknown: put its "
+                        'tokenizer.json beside the weights')
+    kind_without_files = 'gpt2' if gguf else 'char'
+    if tokenizer.get('kind') == kind_without_files:
+        write_tokenizer(tokenizer, made)
         tokenizer = {'kind': 'folder', 'path': made}
-    elif 'path' not in tokenizer:
+    elif not gguf and 'path' not in tokenizer:
         print("without a tokenizer.json: it is GPT-2's, or unknown")
         tokenizer = None
     if adapter:

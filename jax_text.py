@@ -507,10 +507,10 @@ class Generation:
         self.model = model
         self.batch = batch
         self.streaming = streaming
-        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
-        self.stops = [text for text in (*stop, *model.tokenizer.stop_texts) if text]
-        # a stop text that is one token ends a row in the compiled loop; others are searched for
         tokenizer = model.tokenizer
+        stop = [sampling.stop] if isinstance(sampling.stop, str) else sampling.stop
+        self.stops = [text for text in (*stop, *tokenizer.stop_texts) if text]
+        # a stop text that is one token ends a row in the compiled loop; others are searched for
         stop_tokens = [token_of_letter(text, tokenizer) for text in self.stops]
         self.must_search = None in stop_tokens
         stop_tokens = [token for token in stop_tokens if token is not None]

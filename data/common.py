@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, exit_on_user_error, new_file, read_json, write_json
+from jax_flags import UserError, exit_on_user_error, new_file, write_json
 
 sys.excepthook = exit_on_user_error  # before the first package, which may be missing
 
@@ -206,12 +206,12 @@ def load_model_tokenizer(model, template=None, stop_text=None):
     source = find_tokenizer(model)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(source, folder)
-        enc = HFTokenizer(folder, is_copy=True)
         if template:
             write_template(folder, template)
-            if stop_text and enc.end_token is None:
-                write_json(os.path.join(folder, 'generation_config.json'),
-                           {'stop_strings': [stop_text]})
+        enc = HFTokenizer(folder, is_copy=True)
+        if stop_text and enc.end_token is None:
+            write_json(os.path.join(folder, 'generation_config.json'),
+                       {'stop_strings': [stop_text]})
             enc = HFTokenizer(folder, is_copy=True)
         files = {path.relative_to(folder).as_posix(): path.read_bytes().decode()
                  for path in Path(folder).rglob('*') if path.is_file()}
@@ -224,12 +224,13 @@ def load_model_tokenizer(model, template=None, stop_text=None):
 def find_tokenizer(model):
     """Returns the description of the tokenizer of a model. model: see load_model_tokenizer."""
     from jax_hub.folders import local_path
-    from jax_hub.tokenizers import READ_FILES, locate_tokenizer
+    from jax_hub.tokenizers import READ_FILES
     if model == 'gpt2':
         return {'kind': 'gpt2'}
     folder = os.path.expanduser(model)
     if os.path.isfile(os.path.join(folder, 'meta.json')):  # a data set
-        return locate_tokenizer(read_json(os.path.join(folder, 'meta.json'))['tokenizer'], folder)
+        from jax_run.data import load_dataset_meta
+        return load_dataset_meta(folder)['tokenizer']
     if os.path.isdir(os.path.join(folder, 'ckpt')):  # a run
         from jax_run.checkpoints import choose_checkpoint
         return choose_checkpoint(folder)[1]['tokenizer']

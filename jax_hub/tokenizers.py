@@ -228,8 +228,7 @@ class HFTokenizer:
         special tokens."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
                                 variables=variables)
-        self.check_characters(text)
-        return self.tokenizer.encode(whole_characters(text), add_special_tokens=False).ids
+        return self.encode(text, begin=False)
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
         """Returns a conversation as Encoded, see jax_hub.chats.encode_training_chat."""

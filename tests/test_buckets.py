@@ -367,10 +367,9 @@ class Proxy(BaseHTTPRequestHandler):
                 body += self.rfile.read(size)
                 self.rfile.readline()
             self.rfile.readline()
-        was_silent = self.server.fault == 'silent'
-        while self.server.fault == 'silent':
-            time.sleep(0.1)
-        if self.server.fault == 'reset' or was_silent:
+        if self.server.fault in ('silent', 'reset'):
+            while self.server.fault == 'silent':
+                time.sleep(0.1)
             self.close_connection = True
             return
         status, headers, content = self.server.fault, {}, b'{}'

@@ -1,5 +1,4 @@
 """What people have as conversations: their forms, tools, weights, and untrusted templates."""
-import contextlib
 import itertools
 import json
 import lzma
@@ -12,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_hub.tokenizers import GPT2Tokenizer, HFTokenizer, copy_tokenizer, same_tokens
-from jax_devices.layout import setup_distributed_training
 from jax_text import TextModel
 from jax_transformer import GPTConfig
 from tests.common import (
@@ -755,18 +754,18 @@ def test_an_answer_ends_where_generation_config_says_a_text_ends_it(tmp_path):
 
 @pytest.mark.slow
 def test_gpt2s_vocabulary_has_a_plain_template(tmp_path):
-    with contextlib.suppress(UserError):
-        GPT2Tokenizer()
-        rows = [json.dumps({'messages': [{'role': 'user', 'content': f'a {i}'},
-                                         {'role': 'assistant', 'content': f'the fox {i}'}]}) for i in range(4)]
-        (tmp_path / 'chats.jsonl').write_text('\n'.join(rows))
-        succeeded(prepare('chat', tmp_path / 'chats.jsonl', '--tokenizer=gpt2', '--template=plain',
-                          f'--out_dir={tmp_path / "chats"}'))
-        ids = np.fromfile(tmp_path / 'chats' / 'train.bin', np.uint16).tolist()
-        assert GPT2Tokenizer().decode(ids).startswith('User:\na 0\nAssistant:\nthe fox 0<|endoftext|>\n')
-        assert same_tokens({'kind': 'gpt2'}, {'kind': 'folder', 'path': str(tmp_path / 'chats' / 'tokenizer')})
-        return
-    pytest.skip("without GPT-2's BPE files")
+    try:
+        gpt2 = GPT2Tokenizer()
+    except UserError:
+        pytest.skip("without GPT-2's BPE files")
+    rows = [json.dumps({'messages': [{'role': 'user', 'content': f'a {i}'},
+                                     {'role': 'assistant', 'content': f'the fox {i}'}]}) for i in range(4)]
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(rows))
+    succeeded(prepare('chat', tmp_path / 'chats.jsonl', '--tokenizer=gpt2', '--template=plain',
+                      f'--out_dir={tmp_path / "chats"}'))
+    ids = np.fromfile(tmp_path / 'chats' / 'train.bin', np.uint16).tolist()
+    assert gpt2.decode(ids).startswith('User:\na 0\nAssistant:\nthe fox 0<|endoftext|>\n')
+    assert same_tokens({'kind': 'gpt2'}, {'kind': 'folder', 'path': str(tmp_path / 'chats' / 'tokenizer')})
 
 
 def test_a_template_whose_prompt_ends_in_a_space_is_refused(tmp_path):

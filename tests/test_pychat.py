@@ -164,7 +164,7 @@ def test_a_model_learns_to_answer_and_eval_counts_what_it_says(taught):
     out, tasks = taught
     done = succeeded(run_script('eval_jax.py', f'--out_dir={out}', '--device=cpu:0', f'--tasks={tasks}'))
     accuracy = json.loads(done.stdout.strip().split('\n')[-1])['results']['tasks']['forms']['accuracy']
-    assert accuracy > 0.4
+    assert accuracy > 0.5
 
     # the same share of answers as the model gives
     model = load(out, device='cpu:0')

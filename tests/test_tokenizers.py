@@ -394,7 +394,7 @@ def test_the_flags_of_begin_and_end_do_what_they_do_in_transformers(speaking, ad
 
 CLASSES = ['PreTrainedTokenizerFast', 'LlamaTokenizer', 'GPT2Tokenizer', 'Qwen2Tokenizer', 'GemmaTokenizer',
            'CodeLlamaTokenizer', 'CohereTokenizer']
-AROUND = {'none': None, 'begin': (['<s>', '$A'], 'single'), 'both': (['<s>', '$A', '</s>'], 'single')}
+AROUND = {'none': '', 'begin': '<s> $A', 'both': '<s> $A </s>'}
 
 
 @pytest.mark.slow
@@ -406,8 +406,7 @@ def test_flags_of_begin_and_end_of_every_class_do_what_they_do_in_transformers(t
     from transformers import AutoTokenizer
     filed = save_spaced(tmp_path, name in ('LlamaTokenizer', 'GemmaTokenizer', 'CodeLlamaTokenizer'))
     if AROUND[around]:
-        parts = AROUND[around][0]
-        filed.post_processor = TemplateProcessing(single=' '.join(parts), special_tokens=[('<s>', 0), ('</s>', 1)])
+        filed.post_processor = TemplateProcessing(single=AROUND[around], special_tokens=[('<s>', 0), ('</s>', 1)])
         filed.save(str(tmp_path / 'tokenizer.json'))
     for add_bos, add_eos in itertools.product([None, True, False], repeat=2):
         flags = {key: value for key, value in (('add_bos_token', add_bos), ('add_eos_token', add_eos))

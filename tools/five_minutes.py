@@ -110,7 +110,8 @@ def check(row, flags, has_all):
         for name in ('seed', 'lr_decay_iters', 'warmup_iters'):  # of the first seed in the row
             changed.get('flags', {}).pop(name, None)
         if one is row['seeds'][0]:
-            print(''.join(f'{line}\n' for line in list_changes(changed, 'the row')), end='')
+            for line in list_changes(changed, 'the row'):
+                print(line)
         files = [{name: file['samples'] for name, file in data['files'].items()}
                  for data in (*known['data'], *manifest['data'])]
         if files[0] != files[1]:

@@ -201,6 +201,13 @@ def check_ends(ids, mask, enc):
     from these answers would never stop.
 
     ids, mask: the arrays of all conversations, one after the other."""
+    # Where a text ends answers, the first of them have it.
+    if enc.stop_texts:
+        first = enc.tokenizer.decode(ids[:2**16][mask[:2**16] == 1].tolist(),
+                                     skip_special_tokens=False)
+        if any(text in first for text in enc.stop_texts):
+            return ''
+
     # The last tokens of answers, a part of the ids at a time. White space is left out, because many
     # templates with marks let white space behind an answer count.
     texts = enc.tokenizer.decode_batch([[id] for id in range(enc.vocab_size)],
@@ -213,9 +220,6 @@ def check_ends(ids, mask, enc):
         counts = (mask[start:end] == 1)[is_text]
         counts_next = np.append(counts[1:], end < len(ids))
         last.update(ids[start:end][is_text][counts & ~counts_next].tolist())
-    first = enc.tokenizer.decode(ids[:2**16][mask[:2**16] == 1].tolist(), skip_special_tokens=False)
-    if any(text in first for text in enc.stop_texts):
-        return ''
     if not last & (enc.special_ids | set(enc.stop_tokens)):
         fail('no answer ends with a token that ends it, so the model would not learn to stop: its '
              'chat template must write one, and the tokenizer must know it ("eos_token" in '

@@ -195,12 +195,12 @@ class Maker:
             elif way == 3:
                 parent = self.random.choice(NOUNS) + self.random.choice(ENDINGS + NOUNS)
             name = f'{parent}.{last}'.strip('.')
-            if self.is_new(name):
+            if self.register(name):
                 return name
 
-    def is_new(self, name):
-        """Returns whether `name` is neither a real name nor an invented one. From now on it is an
-        invented one."""
+    def register(self, name):
+        """Registers an invented name. Returns whether it is new: neither real nor invented
+        before."""
         is_known = name in self.every or name in self.invented
         self.invented.add(name)
         return not is_known
@@ -213,7 +213,7 @@ class Maker:
         """Returns the last part of a new invented name that has the same parent as `named`."""
         for attempt in itertools.count():
             last = self.random.choice(self.lasts) if attempt < 100 else self.two_words()
-            if self.is_new(f'{named.parent}.{last}'):
+            if self.register(f'{named.parent}.{last}'):
                 return last
 
     def make(self, split, n_invented):
