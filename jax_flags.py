@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import errno
+import functools
 import importlib.util
 import inspect
 import json
@@ -625,6 +626,7 @@ def check_flags(flags):
     check_ranges(flags)
     for name, choices in CHOICES.items():
         check_choice(name, flags[name], choices)
+    read_ends(flags['earlier_ends'])  # refuses what it cannot read
     if not flags['out_dir']:
         raise UserError('out_dir is empty; name a folder')
     is_in_bucket('out_dir', flags['out_dir'])  # refuses other URLs
@@ -646,6 +648,19 @@ def check_flags(flags):
          'muon is for whole matrices, and LoRA trains updates of them: leave optimizer at adamw'),
         (flags['base'] and is_new,
          'base is for a LoRA run that is resumed, sampled or exported; a new run takes init_from')])
+
+
+@functools.cache
+def read_ends(text):
+    """Reads the flag earlier_ends, such as '300:900,600:1000'. Returns {iteration before which the
+    schedule had this end: end}, in ascending order. Raises UserError for another text."""
+    if not re.fullmatch(r'(\d+:\d+(,\d+:\d+)*)?', text):
+        raise UserError(f'earlier_ends is a list such as 300:900,600:1000, not {text}')
+    pairs = [pair.split(':') for pair in text.split(',') if pair]
+    ends = {int(until): int(end) for until, end in pairs}
+    if list(ends) != sorted(ends) or len(ends) != len(pairs):
+        raise UserError(f'earlier_ends: {text} is not in ascending order')
+    return ends
 
 
 class Control(NamedTuple):

@@ -81,6 +81,7 @@ decay_lr = True # warm up, then follow lr_schedule; False is learning_rate throu
 lr_schedule = 'cosine' # or 'linear', 'wsd' (decays in the last fifth only), 'constant'
 warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters if it does not fit
 lr_decay_iters = 0 # the schedule reaches min_lr at this iteration; 0 is max_iters
+earlier_ends = '' # '300:900': before iteration 300 it ended at 900; --minutes writes this where it moves the end
 min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
 # system
 seed = 1337 # seeds weights, batches and dropout
@@ -123,10 +124,10 @@ from jax_devices.setup import (
 from jax_run.checkpoints import run_folder
 from jax_run.log import RunLog
 from jax_run.manifest import begins_anew, flags_of, open_manifest
-from jax_run.minutes import first_batch, iterations_that_fit, say_if_few_iterations
+from jax_run.minutes import Deadline, first_batch, iterations_that_fit, say_if_few_iterations
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
-from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_state
+from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_state, with_schedule
 from jax_train_utils import count_frozen, dpo, estimate_losses, language_model
 from jax_transformer import count_params, estimate_mfu
 
@@ -244,6 +245,7 @@ with contextlib.ExitStack() as at_end:
     print(f'compiled the training step in {clock.compiling - compiled_before:.1f} s')
 
     # --minutes: measure how many iterations fit; this uses up the state, so that it is made again
+    deadline = None
     if not run.has_length:
         n = iterations_that_fit(run, state, train_step, layout, make_batch=make_batch,
                                 evaluate=evaluate, clock=clock, stop=stop)
@@ -252,6 +254,7 @@ with contextlib.ExitStack() as at_end:
         manifest['flags'] = flags_of(run)
         say_if_few_iterations(run.flags, data.train, time.perf_counter() - started)
         state, run = start_state(run, program)
+        deadline = Deadline(run, layout, started)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
     at_end.enter_context(stop.waits_while(out.is_saving))  # even a second signal waits for a save
@@ -278,6 +281,14 @@ with contextlib.ExitStack() as at_end:
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled
     while True:
+        # --minutes: if the speed has changed, move the end of the run; the schedule's moves with it
+        if deadline and deadline.has_moved(iter_num, log):
+            run = run.with_end(deadline.max_iters, iter_num)
+            cfg = argparse.Namespace(**run.flags)
+            manifest['flags'] = flags_of(run)
+            out.move_end(run)
+            log.move_end(run, iter_num)
+        state = with_schedule(state, run, iter_num, layout)
         is_last = iter_num >= cfg.max_iters or stop_signal > 0
 
         # every eval_interval, and at the end: evaluate the loss on train and val. If that fails,

@@ -70,6 +70,11 @@ class RunLog:
         self.start = time.perf_counter()
         self.seconds = 0.0  # time of the iterations since the line before, up to the latest pause
         self.n_timed = 0  # iterations fetched since the line before
+        # seconds in which the clock ran, and in which it stood still, up to the latest pause()
+        # or resume()
+        self.training_s = 0.0
+        self.paused_s = 0.0
+        self.turned = self.start
         for watch in watchers:
             watch(run)
 
@@ -85,14 +90,26 @@ class RunLog:
         """Logs the pending iteration, and stops the clock."""
         self.flush()
         if not self.is_paused:
-            self.seconds += time.perf_counter() - self.start
+            now = time.perf_counter()
+            self.seconds += now - self.start
+            self.training_s += now - self.turned
+            self.turned = now
             self.is_paused = True
 
     def resume(self):
         """Lets the clock run again after a pause."""
         if self.is_paused:
             self.start = time.perf_counter()
+            self.paused_s += self.start - self.turned
+            self.turned = self.start
             self.is_paused = False
+
+    def read_clock(self):
+        """Returns the seconds in which the clock ran so far, and those in which it stood still."""
+        since = time.perf_counter() - self.turned
+        if self.is_paused:
+            return self.training_s, self.paused_s + since
+        return self.training_s + since, self.paused_s
 
     # --- iterations
 
@@ -170,6 +187,16 @@ class RunLog:
         for name in self.printed:
             line += f', {name} {metrics[name]:.4f}'
         self.say(line)
+
+    def move_end(self, run, iter_num):
+        """Logs that from iteration iter_num on a run has another number of iterations. run: the Run
+        with this number."""
+        self.max_iters = run.flags['max_iters']
+        self.bar.total = self.max_iters
+        self.say(f'iter {iter_num}: the speed has changed: max_iters={self.max_iters}, also '
+                 'lr_decay_iters')
+        if self.metrics_log:
+            self.metrics_log.write({'iter': iter_num, 'max_iters': self.max_iters})
 
     # --- evaluations
 

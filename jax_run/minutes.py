@@ -1,15 +1,19 @@
 """Turns --minutes into max_iters: times the training step before the run, which then starts as if
-the number of iterations had been given."""
+the number of iterations had been given. Times it again while the run trains, and moves the end of
+the run if the speed has changed."""
 import math
 import time
 
 import jax
 
+from jax_flags import ceil_div
 from jax_train_utils import fitting_warmup
 
 FOR_SAVES = 0.02  # share of the time
 MEASURING = 0.03  # share of the time, at least one iteration
 FEW = 50  # with fewer iterations than this, a line says so
+CHECKED = 8  # the speed is measured again after every 8th part of the iterations that are left
+MOVED = 0.01  # the end of a run is moved by at least this share of the iterations
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
@@ -51,6 +55,55 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
           f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
     clock.lap()  # the time of this measurement does not count as the run's
     return n
+
+
+class Deadline:
+    """Keeps a run within its --minutes while other programs begin and end beside it.
+
+    run: a Run with the number of iterations that fit. layout: its Layout. started: the
+    time.perf_counter() at which the minutes began."""
+
+    def __init__(self, run, layout, started):
+        self.layout = layout
+        self.max_iters = run.flags['max_iters']
+        self.eval_interval = run.flags['eval_interval']
+        self.at = started + 60 * run.flags['minutes'] * (1 - FOR_SAVES)
+        self.eval_s = 0.0  # seconds of an evaluation, with the save after it
+        self.measure_from(run.iter_num, (0.0, 0.0))
+
+    def measure_from(self, iter_num, clock):
+        """Begins a measurement before iteration iter_num. clock: of RunLog.read_clock."""
+        self.first, self.clock = iter_num, clock
+        self.next = iter_num + ceil_div(self.max_iters - iter_num, CHECKED)
+
+    def has_moved(self, iter_num, log):
+        """Measures the speed again if that is due before iteration iter_num. Returns whether
+        max_iters, the number of iterations that fit, has changed. All processes call this, and have
+        the same max_iters afterwards. log: the RunLog."""
+        if iter_num < self.next or iter_num >= self.max_iters:
+            return False
+        n = 0
+        if jax.process_index() == 0:  # the others take the number of process 0
+            n = iter_num + max(1, self.count_fitting(iter_num, log.read_clock()))
+        n = int(self.layout.max_over_processes(n))
+        is_moved = abs(n - self.max_iters) > MOVED * self.max_iters
+        if is_moved:
+            self.max_iters = n
+        self.measure_from(iter_num, log.read_clock())
+        return is_moved
+
+    def count_fitting(self, iter_num, clock):
+        """Returns how many iterations fit into the time that is left before iteration iter_num, at
+        the speed since the last measurement. An evaluation follows after them. clock: of
+        RunLog.read_clock."""
+        training_s, paused_s = (now - before for now, before in zip(clock, self.clock))
+        seconds = training_s / (iter_num - self.first)
+        every = self.eval_interval
+        n_evaluations = ceil_div(iter_num, every) - ceil_div(self.first, every)
+        if n_evaluations:
+            self.eval_s = paused_s / n_evaluations
+        left = self.at - time.perf_counter() - self.eval_s
+        return int(left / (seconds + self.eval_s / self.eval_interval))
 
 
 def say_if_few_iterations(flags, source, seconds):

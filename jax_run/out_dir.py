@@ -34,6 +34,7 @@ class OutDir:
         self.metrics_log = None  # process 0 has one
         self.wandb_run = None  # process 0 has one, with --wandb_log
         self.wandb_id = None
+        self.bpb_bytes = 'tokens'  # see Data.bpb_bytes
         self.earlier = []  # iterations of the checkpoints that are to be deleted
         if not run.resumed:
             self.earlier = checkpoint_steps(self.path)
@@ -64,14 +65,12 @@ class OutDir:
         if not is_first:
             return
         files = self.folder.files
-        settings = {**flags, 'dtype': run.dtype}
-        if bpb_bytes != 'tokens':
-            settings['bpb_bytes'] = bpb_bytes
+        self.bpb_bytes = bpb_bytes
         if run.resumed:
             with contextlib.suppress(UserError):  # a damaged one says nothing, and is written anew
                 earlier = read_json(files / 'config.json', optional=True)
                 say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), bpb_bytes)
-        write_json(files / 'config.json', {**settings, 'manifest': manifest})
+        self.write_config()
         if model.tokenizer['kind'] == 'folder':
             copy_tokenizer(model.tokenizer, files / 'tokenizer')
         # the config.json of the pretrained model, or none in place of an earlier run's
@@ -79,6 +78,20 @@ class OutDir:
             keep_config_json(config_json_of(model.source), files)
         self.metrics_log = MetricsLog(files, run.iter_num)
         self.folder.upload()
+
+    def write_config(self):
+        """Writes config.json: the flags, with the dtype as chosen, and the manifest."""
+        settings = {**self.run.flags, 'dtype': self.run.dtype}
+        if self.bpb_bytes != 'tokens':
+            settings['bpb_bytes'] = self.bpb_bytes
+        write_json(self.folder.files / 'config.json', {**settings, 'manifest': self.manifest})
+
+    def move_end(self, run):
+        """Writes config.json anew for a run that has another number of iterations from here on, as
+        the checkpoints after it do. run: the Run with this number."""
+        self.run = run
+        if self.metrics_log:
+            self.write_config()
 
     def is_saving(self):
         """Returns whether a checkpoint is being written in the background, or the save of the

@@ -37,7 +37,7 @@ from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
     UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate,
-    did_you_mean, is_in_bucket, refuse, rising_learning_rate)
+    did_you_mean, is_in_bucket, read_ends, refuse, rising_learning_rate)
 from jax_hub.folders import PUBLISHED, is_hub_name
 from jax_hub.tokenizers import remedy_for_tokens, same_tokens
 from jax_run.checkpoints import (
@@ -64,7 +64,7 @@ LAST_COMMIT = 'af04d36'
 NO_LOSS = 1e9  # the best validation loss before the first evaluation
 
 # the flags that --minutes sets, by the measured speed
-FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters')
+FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'earlier_ends')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +99,17 @@ class Run:
         """Returns the Run with max_iters n, a schedule that ends after n iterations, and a warm-up
         that fits."""
         warmup = fitting_warmup(self.flags['warmup_iters'], n)
-        flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup}
+        flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'warmup_iters': warmup,
+                 'earlier_ends': ''}
         return dataclasses.replace(self, flags=flags, has_length=True)
+
+    def with_end(self, n, iter_num):
+        """Returns the Run with max_iters n, and a schedule that ends after n iterations from
+        iteration iter_num on."""
+        earlier = f"{iter_num}:{self.flags['lr_decay_iters']}"
+        ends = ','.join(filter(None, [self.flags['earlier_ends'], earlier]))
+        flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'earlier_ends': ends}
+        return dataclasses.replace(self, flags=flags)
 
     def with_lora(self, lora):
         """Returns the Run with another description of LoRA."""
@@ -242,7 +251,8 @@ def check_fits(run, micro_batch):
     dataset, batch_size = flags['dataset'], flags['batch_size']
     vocab_size = run.meta['vocab_size']
     if run.has_length:
-        schedule_from_flags(flags)  # refuses one that cannot be
+        for until in [0, *read_ends(flags['earlier_ends'])]:
+            schedule_from_flags(flags, until)  # refuses one that cannot be
     check_needs('train_jax', {**flags, 'is_pairs': run.has_pairs}, run.given)
     refuse([
         (vocab_size > config.vocab_size,
@@ -325,7 +335,7 @@ def start_state(run, program):
 
     if not run.has_length:  # --minutes: a valid schedule, until the length is measured
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
-    schedule = layout.device_put(schedule_from_flags(flags))
+    schedule = layout.device_put(schedule_from_flags(flags, run.iter_num))
     # apply_fn is a new object in every state, and a compiled step accepts only the one that it was
     # compiled with
     return state.replace(schedule=schedule, apply_fn=None), run
@@ -431,9 +441,27 @@ def check_removed_flags(out_dir, saved):
                         f'not have: continue it with commit {LAST_COMMIT}')
 
 
-def schedule_from_flags(flags):
-    """Makes the learning rate Schedule from the flags. Raises UserError if they are not valid."""
+def schedule_from_flags(flags, iter_num):
+    """Makes the learning rate Schedule of iteration iter_num from the flags. Raises UserError if
+    they are not valid."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
-        lr_decay_iters=flags['lr_decay_iters'], min_lr=flags['min_lr'],
+        lr_decay_iters=schedule_end(flags, iter_num), min_lr=flags['min_lr'],
         lr_schedule=flags['lr_schedule'])
+
+
+def schedule_end(flags, iter_num):
+    """Returns the iteration at which the schedule of iteration iter_num ends: lr_decay_iters, or
+    an earlier end that --minutes has moved since."""
+    for until, end in read_ends(flags['earlier_ends']).items():
+        if iter_num < until:
+            return end
+    return flags['lr_decay_iters']
+
+
+def with_schedule(state, run, iter_num, layout):
+    """Returns the TrainState with the schedule of iteration iter_num, if the schedule's end moves
+    there; else the state as it is."""
+    if iter_num not in read_ends(run.flags['earlier_ends']):
+        return state
+    return state.replace(schedule=layout.device_put(schedule_from_flags(run.flags, iter_num)))

@@ -17,11 +17,14 @@ from jax_run.manifest import (
     WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, list_changes,
     make_manifest)
 from jax_run.restore import OnHost, restore_run
-from jax_run.start import start_state
+from jax_run.start import schedule_end, start_state, with_schedule
 
 # The largest difference of losses that is accepted on another kind of machine. It is some ten times
 # what was measured over 200 iterations, because it grows with them (docs/runs.md, Verify).
 BOUND = 0.02
+
+
+ENDS = ('lr_decay_iters', 'earlier_ends')  # the flags that schedule_end reads
 
 
 class Interval(NamedTuple):
@@ -88,7 +91,8 @@ def verify_run(run, data, program, make_batch, evaluate):
         state, _ = start_state(run_at(run, folder, interval.first), program)
         if step is None:
             step = program.step.lower(state, first_batch(make_batch, interval)).compile()
-        state, differing = train_again(interval, state, step, make_batch, evaluate, records)
+        state, differing = train_again(
+            run, program.layout, interval, state, step, make_batch, evaluate, records)
         kept, _ = start_state(run_at(run, folder, interval.last), program)
         found = Found(compare_states(state, kept), differing)
         is_near = differences.machine and found.largest <= BOUND
@@ -117,9 +121,12 @@ def find_intervals(run, folder):
     intervals = []
     for first, last in zip(starts, starts[1:]):
         flags = open_checkpoint(folder, last)['flags']
+        flags = {'earlier_ends': '', **flags}  # not there in an earlier version
         changed = [name for name, value in flags.items()
                    if name in run.flags and value != run.flags[name]
-                   and name not in WITHOUT_EFFECT]
+                   and name not in {*WITHOUT_EFFECT, *ENDS}]
+        if any(schedule_end(flags, i) != schedule_end(run.flags, i) for i in range(first, last)):
+            changed += ENDS
         others.update(changed)
         if first >= since and not changed:
             intervals.append(Interval(first, last))
@@ -219,7 +226,7 @@ def compare_file(before, array):
 # training again
 
 
-def train_again(interval, state, step, make_batch, evaluate, records):
+def train_again(run, layout, interval, state, step, make_batch, evaluate, records):
     """Trains an interval again, from the state of its first checkpoint. Returns (the state at the
     end, a list of Logged: the values that differ from the log). records: of metrics.jsonl."""
     logged = {}
@@ -241,6 +248,7 @@ def train_again(interval, state, step, make_batch, evaluate, records):
             compare(record, {f'{split}_loss': values['loss'] for split, values in losses.items()})
         if i == interval.last:
             break
+        state = with_schedule(state, run, i, layout)
         batch = make_batch(i)
         if batch is None:
             continue

@@ -1,13 +1,17 @@
 """--minutes: how many iterations fit."""
+import json
 import time
 import types
 
 import numpy as np
 import pytest
 
-from jax_run.minutes import iterations_that_fit, say_if_few_iterations
+from jax_flags import UserError, read_ends
+from jax_run import minutes
+from jax_run.minutes import Deadline, iterations_that_fit, say_if_few_iterations
 from jax_run.sources import Rows
-from jax_run.start import Run
+from jax_run.start import Run, schedule_end
+from tests.common import RESUME, assert_refused, final_state, records_of, succeeded, train
 
 ONE_PROCESS = types.SimpleNamespace(max_over_processes=lambda number: number)
 
@@ -38,7 +42,8 @@ def test_the_schedule_has_as_many_iterations_and_a_warm_up_that_does_not_fit_is_
     assert f'warmup_iters={n // 10} ' in capsys.readouterr().out
     flags = {'warmup_iters': 1000, 'max_iters': 5, 'lr_decay_iters': 0}
     run = Run(flags, {}, [], 'float32', None, {}, {}, None, has_length=False).with_iterations(50)
-    assert run.flags == {'warmup_iters': 5, 'max_iters': 50, 'lr_decay_iters': 50} and run.has_length
+    assert run.flags == {
+        'warmup_iters': 5, 'max_iters': 50, 'lr_decay_iters': 50, 'earlier_ends': ''} and run.has_length
 
 
 def test_a_signal_ends_the_measuring():
@@ -55,3 +60,128 @@ def test_so_few_iterations_that_little_is_learned_are_said(capsys, n, said):
     say_if_few_iterations({'max_iters': n, 'minutes': 3.0, 'gradient_accumulation_steps': 2, 'batch_size': 2},
                           rows, 150.0)
     assert capsys.readouterr().out == said
+
+
+# -----------------------------------------------------------------------------
+# the end moves with the speed
+
+class Simulation:
+    """A run of 60 s whose iterations take 20 ms at first, and after `change_at` seconds `factor` times as long."""
+
+    def __init__(self, patch, change_at, factor, eval_s=0.5):
+        self.now = self.training_s = self.paused_s = 0.0
+        self.change_at, self.factor, self.eval_s = change_at, factor, eval_s
+        patch.setattr(minutes.time, 'perf_counter', lambda: self.now)
+
+    def read_clock(self):
+        return self.training_s, self.paused_s
+
+    def spend(self, seconds):
+        seconds *= self.factor if self.now >= self.change_at else 1
+        self.now += seconds
+        return seconds
+
+    def train(self, max_iters, eval_interval=500):
+        """Trains for a minute. Returns (seconds, number of iterations, how often the end has moved)."""
+        run = types.SimpleNamespace(iter_num=0, flags={
+            'max_iters': max_iters, 'eval_interval': eval_interval, 'minutes': 1.0})
+        deadline = Deadline(run, ONE_PROCESS, 0.0)
+        n_moves = 0
+        i = 0
+        while i < deadline.max_iters:
+            n_moves += deadline.has_moved(i, self)
+            if i % eval_interval == 0:
+                self.paused_s += self.spend(self.eval_s)
+            self.training_s += self.spend(0.02)
+            i += 1
+        self.spend(self.eval_s)
+        return self.now, i, n_moves
+
+
+@pytest.mark.parametrize('factor', [0.5, 2.0])
+@pytest.mark.parametrize('change_at', [0.0, 20.0, 40.0])
+def test_a_run_ends_in_time_if_the_speed_halves_or_doubles_at_any_third(monkeypatch, factor, change_at):
+    seconds, _, n_moves = Simulation(monkeypatch, change_at, factor).train(2850)
+    assert 60 * 0.97 < seconds < 60 * 1.03
+    assert n_moves
+
+
+def test_the_end_stays_where_the_speed_stays(monkeypatch):
+    fitting = 2752  # (58.8 s less two evaluations) / (20 ms and a 500th of an evaluation)
+    seconds, n, n_moves = Simulation(monkeypatch, 0.0, 1.0).train(fitting)
+    assert (n, n_moves) == (fitting, 0) and 58 < seconds < 60
+
+
+def test_the_schedule_of_an_iteration_ends_where_it_ended_then():
+    flags = {'earlier_ends': '4:8,9:16', 'lr_decay_iters': 12}
+    assert [schedule_end(flags, i) for i in (0, 3, 4, 8, 9, 50)] == [8, 8, 16, 16, 12, 12]
+    assert schedule_end({**flags, 'earlier_ends': ''}, 3) == 12
+
+
+@pytest.mark.parametrize('text', ['4', '4:8,', '9:16,4:8', '4:8,4:9', 'a:b', '-1:4'])
+def test_ends_that_cannot_be_read_are_refused(text):
+    with pytest.raises(UserError, match='earlier_ends'):
+        read_ends(text)
+
+
+def cosine(i, end, warmup=2, peak=1e-2, low=6e-5):
+    return low + 0.5 * (1 + np.cos(np.pi * (i - warmup) / (end - warmup))) * (peak - low)
+
+
+MOVED = ['--minutes=0', '--max_iters=14', '--lr_decay_iters=14', '--earlier_ends=4:9,8:20', '--save_interval=3',
+         '--keep=9']
+
+
+@pytest.fixture(scope='module')
+def moved(tmp_path_factory, flags):
+    """A run of 14 iterations with an end that has moved twice."""
+    out = tmp_path_factory.mktemp('moved') / 'out'
+    succeeded(train(out, *flags, *MOVED))
+    return out
+
+
+def test_the_learning_rate_follows_the_ends(moved):
+    rates = {record['iter']: record['lr'] for record in records_of(moved) if 'lr' in record}
+    for i in range(3, 14):
+        assert rates[i] == pytest.approx(cosine(i, 9 if i < 4 else 20 if i < 8 else 14), rel=1e-5)
+
+
+def test_a_resume_across_a_moved_end_has_the_same_bits(moved, flags, tmp_path):
+    out = tmp_path / 'out'
+    succeeded(train(out, *flags, *MOVED, '--max_iters=6'))
+    succeeded(train(out, *RESUME, '--max_iters=14'))
+    assert final_state(out) == final_state(moved)
+
+
+def test_verify_trains_across_a_moved_end(moved):
+    said = succeeded(train(moved, *RESUME, '--verify=9')).stdout
+    assert said.count('the same bits') == 6
+
+
+def test_a_schedule_that_cannot_be_is_refused_before_it_begins(flags, tmp_path):
+    assert_refused(train(tmp_path / 'out', *flags, '--max_iters=9', '--earlier_ends=4:1'),
+                   'lr_decay_iters=1 must be more than warmup_iters=2')
+
+
+def test_what_config_json_says_gives_the_bits_of_a_run_whose_end_was_moved(flags, tmp_path, monkeypatch):
+    lengths = {2: 18, 5: 11, 9: 14}  # iteration: the number of iterations that fit then
+    monkeypatch.setattr(minutes, 'iterations_that_fit', lambda *args, **kwargs: 16)
+    monkeypatch.setattr(minutes, 'CHECKED', 1000)  # before each iteration
+    monkeypatch.setattr(Deadline, 'count_fitting', lambda self, i, clock: lengths.get(i, self.max_iters) - i)
+    said = succeeded(train(tmp_path / 'out', *flags, '--minutes=5', '--keep=9', '--save_interval=4')).stdout
+    assert 'iter 5: the speed has changed: max_iters=11, also lr_decay_iters' in said
+    settings = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert settings['earlier_ends'] == settings['manifest']['flags']['earlier_ends'] == '2:16,5:18,9:11'
+    assert settings['max_iters'] == settings['lr_decay_iters'] == 14
+    moves = {record['iter']: record['max_iters'] for record in records_of(tmp_path / 'out') if 'max_iters' in record}
+    assert moves == lengths
+
+    # the same command with what config.json says
+    names = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'earlier_ends')
+    again = [f'--{name}={settings[name]}' for name in names]
+    succeeded(train(tmp_path / 'again', *flags, *again))
+    assert final_state(tmp_path / 'again') == final_state(tmp_path / 'out')
+
+    # and a verification, across checkpoints with other ends
+    said = succeeded(train(tmp_path / 'out', *RESUME, '--verify=9')).stdout
+    assert said.count('the same bits') == 5

@@ -53,7 +53,7 @@ def train_beginning(config, flags, one, n):
     with tempfile.TemporaryDirectory() as folder:
         train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
               f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
-              '--sample_prompt=', f'--out_dir={folder}/out')
+              f"--earlier_ends={one.get('earlier_ends', '')}", '--sample_prompt=', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
     return digest, losses, settings['manifest']
 
@@ -69,7 +69,7 @@ def run(config, seed, flags):
     print(f'seed {seed}: {n_iters} iterations, {bits} bits per byte', file=sys.stderr)
     one = {
         'seed': seed, 'iterations': int(n_iters), 'bits_per_byte': float(bits), 'losses': losses,
-        'lr_decay_iters': settings['lr_decay_iters'], 'warmup_iters': settings['warmup_iters'], 'digest_end': digest}
+        'digest_end': digest, **{name: settings[name] for name in ('lr_decay_iters', 'warmup_iters', 'earlier_ends')}}
     one['digest_begin'], *_ = train_beginning(config, flags, one, min(N_CHECKED, int(n_iters)))
     return one, f'{device[1]}, {device[2]}', settings['manifest']
 
@@ -107,7 +107,7 @@ def check(row, flags, has_all):
         digest, losses, manifest = train_beginning(row['config'], [*row['flags'], *flags], one, n)
         known = row['manifest']
         changed = find_changed(known, manifest)
-        for name in ('seed', 'lr_decay_iters', 'warmup_iters'):  # of the first seed in the row
+        for name in ('seed', 'lr_decay_iters', 'warmup_iters', 'earlier_ends'):  # of the first seed in the row
             changed.get('flags', {}).pop(name, None)
         if one is row['seeds'][0]:
             for line in list_changes(changed, 'the row'):
