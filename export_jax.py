@@ -167,8 +167,8 @@ def report(path, description):
     """Prints the names and sizes of the files that were written, and, for a folder, a command that
     samples from it.
 
-    path: the new folder or file. description: of the model's tokenizer, see load_tokenizer; {} if
-    it is unknown."""
+    path: the new folder or file. description: that of the model's tokenizer, see load_tokenizer; {}
+    if it is unknown."""
     # The sizes of the folder's files, or of the GGUF file.
     written = Path(path).expanduser()
     is_folder = written.is_dir()

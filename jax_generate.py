@@ -354,8 +354,8 @@ def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, m
 
 
 def drafts_are_useless(drafted: Any, accepted: Any, batch_size: int) -> Any:
-    """Returns whether at least 64 drafts per row were proposed (`drafted`, of all rows), and fewer
-    than 30% of them accepted: a step with drafts then costs more than it saves."""
+    """Returns whether drafts cost more than they save: at least 64 drafts per row were proposed,
+    and fewer than 30% of them accepted. drafted, accepted: totals over all rows."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
@@ -1100,8 +1100,8 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
 @functools.partial(jax.jit, static_argnames=('config', 'with_top'))
 def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GPTConfig,
                   with_top: bool = False) -> tuple:
-    """Returns (the log-probability of each target, float32 [B, T]; whether no token is likelier,
-    bool [B, T]). with_top: also (the likeliest token, its log-probability).
+    """Returns (the log-probability of each target, float32 [B, T]; whether the target is a
+    likeliest token, bool [B, T]). with_top: also (the likeliest token, its log-probability).
 
     tables: the parameters outside of the layers. x_BxTxD: the last layer's output at the positions
     before the targets."""
@@ -1147,7 +1147,7 @@ def piece_length(n_tokens: int, least: int) -> int:
     """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled:
     max(least, 16) for up to 16 tokens, max(least, 64) for up to 256, PIECE for more.
 
-    n_tokens: of the longest prompt, without those that the cache holds already."""
+    n_tokens: the length of the longest prompt, without the tokens that the cache holds already."""
     # a piece is computed with its padding, so that a short prompt has a narrow one
     if n_tokens <= 256:
         return max(least, 16 if n_tokens <= 16 else 64)

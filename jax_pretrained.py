@@ -566,8 +566,9 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 
 
 def llama_names(config, naming):
-    """Returns {module: its name on disk}, both inside a layer, for the families that use Llama's
-    tensor names: for example {'attn/c_proj': 'self_attn.o_proj'}."""
+    """Returns {module: its name on disk} of the modules of a layer, for the families that use
+    Llama's tensor names: for example {'attn/c_proj': 'self_attn.o_proj'}. Both names are relative
+    to the layer."""
     # The names that depend on the family, or on the compression of queries.
     attention = 'self_attn'
     mlp = naming.mlp

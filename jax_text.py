@@ -482,7 +482,8 @@ class Generation:
     chunk.
 
     prompts: lists of token ids, each prompt num_samples times.
-    texts: of each row, prompt and continuation so far, without the stop text and what follows it.
+    texts: for each row, its prompt and its continuation so far, without the stop text and what
+    follows it.
     stopped: for each row, whether its text has met a stop text.
     result: the GenerationResult.
     laps: the seconds of each chunk; the first is the prefill and the first decode step."""

@@ -597,8 +597,8 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
     Returns (the keys and values that the queries attend to, {name: [B, S, G, K]}; their positions,
-    [B, S] or [1, S]; the new cache). For a ring, S may become S + T: the old keys and values of all
-    slots, then the new ones."""
+    [B, S] or [1, S]; the new cache). S is the number of slots. For a ring it may be the number of
+    slots plus T: the old keys and values of all slots, then the new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -739,9 +739,9 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
 
     A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's.
-    n_draft: how many draft tokens a step may reject; other tokens are later fed at their positions.
-    Without these extra slots, a rejected token in a ring would overwrite a key that is still in the
-    window.
+    n_draft: how many draft tokens a step may reject. The next step writes other tokens at the
+    positions of the rejected ones. Without these extra slots, a rejected token in a ring would
+    overwrite a key that is still in the window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
     held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(held.dtype.name, held) if as_bits else held

@@ -253,8 +253,8 @@ def create_encoder(vocabulary, num_threads=None):
     """Returns a function that takes a list of texts and returns an iterator over the ids of each,
     without `begin` and `end`. Names of special tokens in a text are plain text.
 
-    num_threads: for GPT-2's BPE and characters; the library tokenizers has threads of its own,
-    RAYON_NUM_THREADS."""
+    num_threads: for GPT-2's BPE and for characters. Hugging Face's tokenizers use threads of their
+    own; the environment variable RAYON_NUM_THREADS sets how many."""
     kind = vocabulary.tokenizer['kind']
     if kind == 'folder':
         tokenizer = library_tokenizer(vocabulary.files['tokenizer.json'])

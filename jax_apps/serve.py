@@ -299,10 +299,10 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host, port, n_queued=QUEUED, allow='', batch_size=BATCH_SIZE):
         """Opens the address, but answers nothing before run().
 
-        allow: names of hosts, and origins (http://...) of pages, with commas between them. Requests
-        may name this server by these hosts, and may come from these pages. n_queued: how many
-        requests may wait. batch_size: how many answers are made at a time. Raises UserError for an
-        address on which it cannot listen."""
+        allow: a list with commas: names of hosts by which requests may address this server, and
+        origins (http://...) of pages that may send requests. n_queued: how many requests may wait.
+        batch_size: how many answers are made at a time. Raises UserError for an address on which it
+        cannot listen."""
         self.host = host
         allowed = [part.strip().lower().rstrip('/') for part in allow.split(',') if part.strip()]
         self.allowed_names = [part for part in allowed if '://' not in part]
@@ -330,7 +330,7 @@ class Server(ThreadingHTTPServer):
 
         model: a TextModel. sampling: a TextSampling for fields that a request lacks; no answer has
         more tokens than its max_new_tokens. system: messages in front of a chat without a system
-        message. name: of the model, in the API."""
+        message. name: the model's name in the API."""
         self.model = model
         self.sampling = sampling
         self.system = list(system)

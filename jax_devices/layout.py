@@ -34,10 +34,10 @@ class Layout:
     table at the top of the file. The global batch is split into n_data_shards contiguous shards; a
     process loads the shards of its own devices.
 
-    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, each device updates its
-    shard of the parameters, and they are all-gathered at the end of the step; fsdp, tensor, expert
-    and context must be 1. Raises UserError for another `zero`, and if fsdp * tensor *
-    expert * context does not divide the number of devices."""
+    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With 1, each device updates its shard of
+    the parameters, which are all-gathered at the end of the step. Only with 1, fsdp, tensor, expert
+    and context must be 1. Raises UserError for another `zero`, and if fsdp * tensor * expert *
+    context does not divide the number of devices."""
 
     def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                  expert: int = 1, context: int = 1, zero: int = 0):
@@ -195,8 +195,8 @@ class Layout:
 
     @property
     def n_losses(self):
-        """Number of devices that each take the mean loss of their own sequences. On a mesh XLA
-        takes one mean over all sequences."""
+        """Number of losses in a step: each device takes the mean loss of its own sequences. On a
+        mesh it is 1, because XLA takes one mean over all sequences."""
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
     def all_reduced(self, compute):

@@ -330,7 +330,8 @@ def until_closed():
 
 def discard_output():
     """Redirects stdout and stderr to os.devnull, unless they are files. Call it when the terminal
-    has closed; the reader of a pipe may have ended then, too."""
+    has closed. Pipes are redirected too, because the program that reads them may have ended with
+    the terminal."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         # A process that was started with >&- has none.

@@ -23,9 +23,10 @@ class Halves(NamedTuple):
 def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     """Returns (the content of adapter_config.json, {name: array}) of an adapter.
 
-    modules: {module of the model of transformers: Halves}. rank, alpha: of the run. A module that
-    joins n updates of the run has n times this rank and alpha. base: the path of the base model, or
-    its name on the hub. model_type: from its config.json. others: the modules without an update."""
+    modules: {name of a module in transformers: Halves}. rank, alpha: those of the run. A module
+    that holds n of the run's updates side by side has n times this rank and alpha. base: the path
+    of the base model, or its name on the hub. model_type: that of its config.json. others: the
+    modules without an update."""
     # The tensors of the modules, and the modules with another rank than the run.
     tensors = {}
     ranks = {}

@@ -76,9 +76,10 @@ def call_of(message, n=-1):
 
 
 def with_arguments(tokenizer, chat):
-    """Returns a Chat with the arguments of tool calls in the form that its template takes: objects,
-    decoded from OpenAI's JSON text. If the template fails with objects, or writes them as Python
-    does, they become JSON text instead. If it fails with text, too, they stay objects."""
+    """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
+    takes. The form is objects, decoded from OpenAI's JSON text. It is JSON text for a template that
+    fails with objects or writes them as Python dicts. If the template fails with text, too, the
+    form is objects."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -405,8 +406,8 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether `request` and `before` end with the same text and the content of the message
-    `question` is in this text. Returns False if the message has no text.
+    """Returns True if two things hold: `request` and `before` end with the same text, and this text
+    contains the content of the message `question`. Returns False if the message has no text.
 
     request: the text that asks for the answer. before: the text before the answer in the whole
     conversation. The beginnings of these two may differ: some templates write a system message only

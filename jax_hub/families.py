@@ -392,9 +392,10 @@ def yarn_mscale(factor, mscale=1.0):
 
 
 def longrope(rope, factor, length):
-    """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE, up to the context
-    length of pretraining. GPTConfig's block_size ends there: beyond it transformers rotates all
-    positions by other factors, also those that a KV cache holds already."""
+    """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE, for texts up to
+    the context length of pretraining. A model's block_size is limited to it: in longer texts
+    transformers rotates all positions by other factors, also those that a KV cache holds
+    already."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

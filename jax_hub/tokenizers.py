@@ -189,8 +189,8 @@ class HFTokenizer:
         return is_added[::-1].index(0) if 0 in is_added else 0
 
     def decode(self, ids):
-        """Returns the text of ids, without special tokens. For gpt-oss only stop tokens are left
-        out."""
+        """Returns the text of ids, without special tokens. A model of gpt-oss writes special tokens
+        into its answers, so for it only stop tokens are left out."""
         if '<|channel|>' in self.ids:
             # gpt-oss separates its channels by special tokens: they stay, see final_answer
             ids = [id for id in ids if id not in self.stop_tokens]
@@ -526,7 +526,7 @@ def digest(content):
 def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
     set. data, model: the descriptions of their tokenizers; the model's may be None (unknown).
-    dataset, model_name: for the message. vocab_size: of the model.
+    dataset, model_name: names for the message. vocab_size: the model's.
 
     Raises UserError unless the ids of both mean the same tokens. If the model's tokenizer is
     unknown, the data set's must have vocab_size characters instead."""
@@ -542,8 +542,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 
 def remedy_for_tokens(description, name):
-    """Returns how to make a data set with the tokens of a tokenizer, for messages. name: of the
-    model or the folder that has the tokenizer."""
+    """Returns how to make a data set with the tokens of a tokenizer, for messages. name: the model
+    or the folder that has the tokenizer."""
     if description['kind'] == 'char':
         return 'the model knows characters: take a data set with the same ones'
     if description['kind'] == 'gpt2':

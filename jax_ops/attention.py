@@ -92,8 +92,9 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 def first_key_of(position, scores, start_BxT=None):
     """Returns the first key position that causal_mask allows for a query at `position`.
 
-    In packed rows (start_BxT is given) chunks begin with each conversation. Then the result is a
-    lower bound: a query attends to at most `chunk` positions, its own included."""
+    In packed rows (start_BxT is given) chunks are counted from the start of each conversation,
+    which differs from row to row. Then the result is a lower bound: no query attends to more than
+    the last scores.chunk positions, its own included."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions

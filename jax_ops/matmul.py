@@ -194,8 +194,12 @@ class Kernel:
         return self
 
     def fused_linear(self, x, bias, widths):
-        """Computes fused_linear() for this kernel: one matmul, in which each rank has a part of
-        every projection."""
+        """Computes jnp.split(linear(x, kernel, bias), ...) and returns the list. The kernel [I,
+        sum(widths)] holds the kernels of several projections side by side, as c_attn does.
+
+        With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
+        They are reordered unless they are stored so; the returned list is the same in both
+        cases."""
         kernel = self.in_rank_order(x.dtype, widths)
         if bias is not None:
             bias = order_by_rank(bias, widths, kernel.n_ranks)

@@ -35,8 +35,9 @@ ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
 
 
 def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
-    """Returns the mesh of `devices` with the axes AXES, of sizes (the rest, fsdp, tp_size, expert,
-    context). The ranks of a tensor group, which communicate most, are neighbours.
+    """Returns the mesh of `devices` with the axes AXES. The sizes are those of the arguments; the
+    axis of the replicas gets the remaining factor. The ranks of a tensor group, which communicate
+    most, are neighbours.
 
     Raises UserError if the sizes do not divide the number of devices."""
     n_devices = len(devices)

@@ -383,8 +383,8 @@ def split_checkpoint(name):
 
 
 def checksum(details):
-    """Returns [size in bytes, CRC-32C] of an object, as checksums.json has it. details: the metadata
-    of the object, a dict with 'size' and 'crc32c'."""
+    """Returns [size in bytes, CRC-32C] of an object, as checksums.json has it. details: the
+    metadata of the object, a dict with 'size' and 'crc32c'."""
     return [details['size'], details['crc32c']]
 
 
@@ -396,8 +396,8 @@ def file_state(path):
 
 
 def differs_from_object(path, size, crc32c):
-    """Returns whether a file differs from the object that it was copied from. size: of the object,
-    in bytes. crc32c: of the object, base64 of 4 bytes. Without Google's package google_crc32c only
+    """Returns whether a file differs from the object that it was copied from. size: the object's,
+    in bytes. crc32c: the object's, base64 of 4 bytes. Without Google's package google_crc32c only
     the sizes are compared."""
     if path.stat().st_size != size:
         return True

@@ -346,9 +346,11 @@ def read_val_loss(step, since=0):
 
 
 def data_since(manifest):
-    """Returns the iteration from which on a run has trained on its present data: the iteration of
-    the last resume that changed the data, 0 if no resume did. manifest: of a checkpoint. It is
-    None if an earlier version wrote the checkpoint; the result is then 0."""
+    """Returns the iteration at which a run began to train on its present data: the iteration of the
+    last resume that changed the data, 0 if no resume did.
+
+    manifest: that of a checkpoint. None, if an earlier version wrote the checkpoint, counts as
+    unchanged data."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
@@ -482,8 +484,8 @@ def opt_state_item(state):
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
     If one of its folders in `items` is damaged, prints so on stderr and chooses the newest intact
-    checkpoint instead. If none is intact, chooses one that has lost only its checksums. Raises
-    UserError if there is no such checkpoint either."""
+    checkpoint instead. If no checkpoint is intact, chooses one that has lost only its checksums.
+    Raises UserError if there is no such checkpoint either."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)

@@ -42,7 +42,8 @@ def load_merged(lora, config, layout, updates):
 
 def merge_updates(weights, lora, updates):
     """Returns the parameters that load_merged returns, from weights that are loaded already.
-    weights: of TrainState.frozen. Both weights and updates are in the memory of the host."""
+    weights: frozen parameters, as in TrainState.frozen. Both weights and updates are in the memory
+    of the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():
@@ -73,7 +74,7 @@ def load_base(lora, config, layout, change):
 
 
 def check_place(lora):
-    """Raises UserError if the model that LoRA updates has moved: if lora['base'] is an absolute
+    """Raises UserError if the base model of a LoRA run has moved: if lora['base'] is an absolute
     path or a URL that no longer exists."""
     base = lora['base']
     has_gone = os.path.isabs(base) and not os.path.exists(base)

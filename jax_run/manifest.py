@@ -203,8 +203,8 @@ def find_changed(known, now):
 
 def list_changes(changed, there):
     """Returns a list of lines, such as 'version jax: 0.9 in the run, 0.10 here': one for each
-    difference in `changed`, except those of devices. changed: of find_changed. there: where the
-    first manifest is from, as 'the run'."""
+    difference in `changed`, except those of devices. changed: what find_changed returns. there:
+    where the first manifest is from, as 'the run'."""
     return [f'{shown}{name}: {before or "none"} in {there}, {after or "none"} here'
             for part, shown in (('sources', 'source '), ('versions', 'version '),
                                 ('settings', 'setting '), ('flags', 'flag '), ('chosen', ''))
@@ -213,7 +213,7 @@ def list_changes(changed, there):
 
 def say_what_differs(changed):
     """Prints which versions, settings and kind of device a resume has changed, because they may
-    change bits of the results. changed: of find_changed."""
+    change bits of the results. changed: what find_changed returns."""
     changes = []
     for part in ('versions', 'settings', 'devices'):
         for name, (before, now) in changed.get(part, {}).items():
@@ -242,8 +242,8 @@ def describe_data(sets):
 def describe_file(array, sha256=None):
     """Describes a file of data that is open as an array: {'bytes', 'samples', 'sha256'}.
 
-    samples: CRC-32 of blocks that are spread evenly over the file. sha256: of the whole file, as
-    meta.json says; if None, the key is left out."""
+    samples: CRC-32 of blocks that are spread evenly over the file. sha256: the digest of the whole
+    file in meta.json; if None, the key is left out."""
     check_not_cut(array)
     content = array.reshape(-1).view(np.uint8)
     crc = 0
@@ -258,8 +258,8 @@ def describe_file(array, sha256=None):
 
 
 def spread_blocks(n_bytes):
-    """Returns the offsets in bytes at which the blocks of describe_file start. n_bytes: of the
-    file. The first block is at the start of the file, the last one at its end."""
+    """Returns the offsets in bytes at which the blocks of describe_file start. n_bytes: the size of
+    the file. The first block is at the start of the file, the last one at its end."""
     if n_bytes <= N_BLOCKS * BLOCK:
         return range(0, n_bytes, BLOCK)
     last = n_bytes - BLOCK
@@ -289,8 +289,8 @@ def find_changes(before, now):
 
 
 def find_change(before, now):
-    """Returns how a file has changed, '' if no change is known. before, now: of describe_file; None
-    if there is no such file."""
+    """Returns how a file has changed, '' if no change is known. before, now: what describe_file
+    returns; None if there is no such file."""
     if not before or not now:
         return 'not there now' if before else 'not there before'
     if before['bytes'] != now['bytes']:

@@ -72,7 +72,7 @@ class Deadline:
         self.measure_from(run.iter_num, (0.0, 0.0))
 
     def measure_from(self, iter_num, clock):
-        """Begins a measurement before iteration iter_num. clock: of RunLog.read_clock."""
+        """Begins a measurement before iteration iter_num. clock: what RunLog.read_clock returns."""
         self.first, self.clock = iter_num, clock
         self.next = iter_num + ceil_div(self.max_iters - iter_num, CHECKED)
 
@@ -94,8 +94,8 @@ class Deadline:
 
     def count_fitting(self, iter_num, clock):
         """Returns how many iterations fit into the time that is left before iteration iter_num, at
-        the speed since the last measurement. An evaluation follows after them. clock: of
-        RunLog.read_clock."""
+        the speed since the last measurement. An evaluation follows after them. clock: what
+        RunLog.read_clock returns."""
         training_s, paused_s = (now - before for now, before in zip(clock, self.clock))
         seconds = training_s / (iter_num - self.first)
         every = self.eval_interval

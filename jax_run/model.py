@@ -25,9 +25,9 @@ class Model:
 
 
 def with_block_size(config, block_size, source):
-    """Returns the config of a trained model for sequences of block_size tokens. A table of learned
-    positions is truncated; a UserError is raised if it is too short. With RoPE the config's
-    block_size is kept if it is large enough; otherwise it becomes block_size, and a line says so.
+    """Returns the config of a trained model, for sequences of block_size tokens. A table of learned
+    positions is truncated; if it is too short, a UserError is raised. With RoPE the config's
+    block_size stays, or is raised to the argument, which is said in a line.
 
     source: the name of the model, for messages."""
     if config.position == 'learned':

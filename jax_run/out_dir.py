@@ -139,11 +139,12 @@ class OutDir:
 
     @contextlib.contextmanager
     def saved_on_failure(self, what, iter_num, state, best_val_loss):
-        """Saves a checkpoint if the block fails, before the error ends the run: memory may run out,
-        wandb may be unreachable, data may be truncated. Saves nothing after NotFinite, and nothing
-        if there are several processes, because the others wait for the one that has failed.
+        """Saves a checkpoint if the body of the with statement fails, before the error ends the
+        run: memory may run out, wandb may be unreachable, data may be truncated. Saves nothing
+        after NotFinite, and nothing if there are several processes, because the others wait for the
+        one that has failed.
 
-        what: the name of the block, for the message. state: the TrainState after iter_num
+        what: what the body does, for the message. state: the TrainState after iter_num
         iterations."""
         try:
             yield

@@ -78,9 +78,9 @@ def pretrained_model(flags, given, meta, dtype):
 # a sample while training
 
 def open_sampler(run):
-    """Makes a function of a TrainState that returns a continuation of --sample_prompt, as
-    sample_jax.py would from a checkpoint of this state. It returns '' for a new model before its
-    first update. Raises UserError for a prompt that cannot be continued."""
+    """Makes a function that takes a TrainState and returns a continuation of --sample_prompt, as
+    sample_jax.py would from a checkpoint of this state. For a new model before its first update the
+    function returns ''. Raises UserError for a prompt that cannot be continued."""
     prompt = run.flags['sample_prompt']
     with in_all_processes():
         sampler = create_sampler(prompt, run.model, run.devices[0])
@@ -108,7 +108,8 @@ def sample_while_training(sampler, state, lora, prompt, seed):
     would return with the parameters of a TrainState. All processes call this, and all get the text.
     The state stays unchanged.
 
-    sampler: of create_sampler. lora: the LoRA entry of the checkpoint."""
+    sampler: a TextModel without parameters, as create_sampler returns it. lora: the LoRA entry of
+    the checkpoint."""
     # the parameters as decoding reads them, on one device
     params = jax.tree.map(whole_array, state.weights)
     if lora:

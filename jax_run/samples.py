@@ -34,8 +34,8 @@ class SampleFile:
     """A file of samples, one JSON object per line. Each batch is appended.
 
     `done` holds the lines that an earlier command with the same flags had written before it was
-    killed: {(index of the prompt, index of its sample): line, a dict}. digest: of digest_flags.
-    Raises UserError for a file that was written with other flags."""
+    killed: {(index of the prompt, index of its sample): line, a dict}. digest: what digest_flags
+    returns. Raises UserError for a file that was written with other flags."""
 
     def __init__(self, path, digest):
         self.path = path

@@ -109,8 +109,9 @@ class Evaluation(NamedTuple):
 class Windows:
     """A split of one long text: its sequences are windows of block_size tokens.
 
-    tokens: an array [n_tokens]. mask: for each token COUNTS or 0, see load_masks;
-    None where all tokens count. split, vocab_size: of the data set, for messages and checks."""
+    tokens: an array [n_tokens]. mask: an array that holds the constant COUNTS for each token that
+    counts and 0 for the others, see load_masks; None if all count. split, vocab_size: those of the
+    data set, for messages and checks."""
     byte_scale = 1  # see data.byte_scale; open_texts sets it
 
     def __init__(self, tokens: np.ndarray, mask: np.ndarray | None = None, *, block_size: int,
@@ -165,8 +166,8 @@ class Windows:
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
-        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: of all sequences
-        of an iteration, int64. rows: which of them to return.
+        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
+        all sequences of an iteration, int64. rows: which of them to return.
 
         Returns a batch as read() does, or None if no target of all `numbers` counts. Weights have a
         mean of 1 over the targets of all `numbers`. So the mean of the weighted losses is the mean
@@ -312,7 +313,7 @@ class Pairs(Windows):
         return Order(len(self.fitting), seed)
 
     def read(self, conversations: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads `conversations`, an array of their numbers [B], and pads each to a row.
+        """Reads conversations by their numbers, an array [B], and pads each to a row.
 
         Returns {'x', 'y' int32, 'weight' float32, 'padding' bool}, each [B, block_size]."""
         check_not_cut(self.tokens)
@@ -355,8 +356,8 @@ class Pairs(Windows):
 class Mixture:
     """A mixture of splits; each part has its fraction of the sequences.
 
-    parts: sources, each with a stream of its own. fractions: of the parts; they sum to 1. Either
-    all parts have a mask, or none."""
+    parts: sources, each with a stream of its own. fractions: one for each part; they sum to 1.
+    Either all parts have a mask, or none."""
     def __init__(self, parts: list[Windows], fractions: list[float]):
         self.parts = parts
         self.fractions = fractions
@@ -456,9 +457,9 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
               length_normalized: bool = False) -> Data:
     """Opens the data sets of a run. Returns Data.
 
-    shares, meta: of load_mixture_meta. length_normalized: see Pairs. All processes call this;
-    open_manifest compares the data that they have. Raises UserError for files that are missing or
-    damaged."""
+    shares, meta: what load_mixture_meta returns. length_normalized: see Pairs. All processes call
+    this; open_manifest compares the data that they have. Raises UserError for files that are
+    missing or damaged."""
     options = dict(block_size=block_size, seed=seed, vocab_size=meta['vocab_size'])
     with in_all_processes():
         if meta['kind'] == 'pairs':

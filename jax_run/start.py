@@ -186,7 +186,7 @@ def check_init_from(source):
 
 
 def new_model(flags, meta, dtype):
-    """Returns the Model that is trained from scratch on the data set of this meta.json."""
+    """Returns a new Model, to be trained from scratch on the data set of this meta.json."""
     tokenizer = meta['tokenizer']
     vocab_size = meta['vocab_size']
     if tokenizer['kind'] != 'char':

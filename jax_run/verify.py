@@ -64,10 +64,10 @@ def verify_run(run, data, program, make_batch, evaluate):
     """Verifies the last N intervals of a resumed Run, for --verify=N. Prints which files, versions
     and flags differ, and then a line for each interval. Writes nothing.
 
-    data, program: of open_data and open_program. make_batch, evaluate: functions of train_jax.py.
-    Returns the exit code: 1 if the data differ, or an interval does; else 0. On another kind of
-    machine an interval differs only if its losses do by more than BOUND. Raises UserError if the
-    run cannot be verified."""
+    data, program: what open_data and open_program return. make_batch, evaluate: functions of
+    train_jax.py. Returns the exit code: 1 if the data or an interval differ; else 0. On another
+    kind of machine an interval counts as different only if its losses differ by more than BOUND.
+    Raises UserError if the run cannot be verified."""
     if jax.process_count() > 1:
         raise UserError('--verify is for one process')
     folder = run_folder(run.flags['out_dir'])
@@ -187,7 +187,7 @@ class Differences(NamedTuple):
 
 def find_differences(known, now, data):
     """Compares `known`, the manifest of a checkpoint, with `now`, this process's, and reads all of
-    the data. data: of open_data. Returns the Differences."""
+    the data. data: what open_data returns. Returns the Differences."""
     of_data = []
     for one, before in zip(data.sets, known.get('data', ())):
         for name, array in one.files.items():

@@ -176,8 +176,8 @@ def tensors(path):
 # the cases: tree, folder of the inputs -> {name: value}
 
 def data_sets(tree, inputs):
-    """Makes data sets of characters, of a BPE of its own, of rows, of chats with and without
-    --rows."""
+    """Makes data sets: of characters, of a BPE that is trained on the text, of rows, and of chats
+    with and without --rows."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],

@@ -150,8 +150,8 @@ def read_turn(i, turn):
 
 
 def read_sharegpt(i, turn):
-    """Returns turn number i, in ShareGPT's form, as a message. Raises UserError if it has another
-    role or no text."""
+    """Returns turn number i, in ShareGPT's form, as a message. Raises UserError if its role is
+    unknown or it has no text."""
     speaker = turn.pop('from')
     text = turn.pop('value', None)
     if speaker not in ROLES or not isinstance(text, str):

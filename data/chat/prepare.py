@@ -70,8 +70,8 @@ def read_examples(path, enc, vocabulary, folder, source):
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
     Called again with the same source, as after a kill, it continues behind the rows in the journal.
-    folder: of the data set. source: a JSON value that tells this command from another one. Raises
-    UserError, after removing these files."""
+    folder: the folder of the data set. source: a JSON value that tells this command from another
+    one. Raises UserError, after removing these files."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
@@ -235,12 +235,12 @@ def check_ends(ids, mask, enc):
 
 def pack(read, chosen, size, folder, split):
     """Packs the conversations with the numbers `chosen` into rows of `size` tokens, in the files
-    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, bytes of the text that counts, a
-    text for the user).
+    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, number of bytes of the text that
+    counts, a message for the user).
 
-    Places whole conversations, the longest first, each in the row with the least room for it. Cuts
-    only conversations that are longer than a row, and leaves one out if no token of its rest
-    counts. The mask is 2 where a conversation or the padding starts."""
+    Places the longest conversation first, and each into the row with the least room for it. Only a
+    conversation longer than a row is cut. If no token counts in what is left of it, it is left out.
+    The mask is 2 where a conversation or the padding starts."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)

@@ -76,8 +76,8 @@ MAX_CHARACTERS = 600
 
 
 class Maker:
-    """Makes conversations about names, each a list of questions and answers in turn, in the forms
-    of a split: 'train', 'val' or 'test'."""
+    """Makes conversations about names. A conversation is a list of questions and answers in turn.
+    The wording of the questions depends on the split: 'train', 'val' or 'test'."""
 
     def __init__(self, names, every, library, seed):
         """Sorts the names by what can be asked about them.
@@ -262,9 +262,9 @@ class Maker:
             'conversations': [self.conversation(split, i) for i in range(N_TEST['conversations'])]}
 
     def conversation(self, split, i):
-        """Returns a conversation of three parts, each about a name, with a follow-up, about a name
-        that does not exist, or small talk. The first two parts are random, the last takes its turn
-        by i."""
+        """Returns a conversation of three parts. Each part is one of these: questions about a name,
+        with a follow-up; a question about a name that does not exist; small talk. The kinds of the
+        first two parts are random; i decides the kind of the last."""
         def part(kind):
             if kind == 1 and self.neighbours:
                 return self.follow_up(self.random.choice(self.neighbours), split)

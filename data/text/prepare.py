@@ -104,7 +104,8 @@ class Texts:
                 yield ''
 
     def count(self, blocks):
-        """Yields the blocks of a document, and counts their bytes and the document."""
+        """Yields the blocks of a document. Adds their bytes to the number of bytes, and 1 to the
+        number of documents."""
         n_before = self.n_bytes
         for block in blocks:
             self.n_bytes += len(block.encode())
