@@ -70,11 +70,8 @@ class RunLog:
         self.start = time.perf_counter()
         self.seconds = 0.0  # time of the iterations since the line before, up to the latest pause
         self.n_timed = 0  # iterations fetched since the line before
-        # seconds in which the clock ran, and in which it stood still, up to the latest pause()
-        # or resume()
-        self.training_s = 0.0
-        self.paused_s = 0.0
-        self.turned = self.start
+        self.paused_at = self.start  # the time of the latest pause
+        self.evaluating_s = 0.0  # seconds of all evaluations so far
         for watch in watchers:
             watch(run)
 
@@ -90,26 +87,15 @@ class RunLog:
         """Logs the pending iteration, and stops the clock."""
         self.flush()
         if not self.is_paused:
-            now = time.perf_counter()
-            self.seconds += now - self.start
-            self.training_s += now - self.turned
-            self.turned = now
+            self.paused_at = time.perf_counter()
+            self.seconds += self.paused_at - self.start
             self.is_paused = True
 
     def resume(self):
         """Lets the clock run again after a pause."""
         if self.is_paused:
             self.start = time.perf_counter()
-            self.paused_s += self.start - self.turned
-            self.turned = self.start
             self.is_paused = False
-
-    def read_clock(self):
-        """Returns the seconds in which the clock ran so far, and those in which it stood still."""
-        since = time.perf_counter() - self.turned
-        if self.is_paused:
-            return self.training_s, self.paused_s + since
-        return self.training_s + since, self.paused_s
 
     # --- iterations
 
@@ -236,6 +222,7 @@ class RunLog:
                 'mfu': self.mfu and 100 * self.mfu})  # percent
         for watch in watchers:
             watch(self.run)
+        self.evaluating_s += time.perf_counter() - self.paused_at
 
 
 def start_wandb(**settings):

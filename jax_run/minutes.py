@@ -68,12 +68,14 @@ class Deadline:
         self.max_iters = run.flags['max_iters']
         self.eval_interval = run.flags['eval_interval']
         self.at = started + 60 * run.flags['minutes'] * (1 - FOR_SAVES)
-        self.eval_s = 0.0  # seconds of an evaluation, with the save after it
-        self.measure_from(run.iter_num, (0.0, 0.0))
+        self.eval_s = 0.0  # seconds of an evaluation
+        self.measure_from(run.iter_num, 0.0)
 
-    def measure_from(self, iter_num, clock):
-        """Begins a measurement before iteration iter_num. clock: what RunLog.read_clock returns."""
-        self.first, self.clock = iter_num, clock
+    def measure_from(self, iter_num, evaluating_s):
+        """Begins a measurement before iteration iter_num. evaluating_s: that of the RunLog."""
+        self.first = iter_num
+        self.begun = time.perf_counter()
+        self.evaluating_s = evaluating_s
         self.next = iter_num + ceil_div(self.max_iters - iter_num, CHECKED)
 
     def has_moved(self, iter_num, log):
@@ -84,26 +86,28 @@ class Deadline:
             return False
         n = 0
         if jax.process_index() == 0:  # the others take the number of process 0
-            n = iter_num + max(1, self.count_fitting(iter_num, log.read_clock()))
+            n = iter_num + max(1, self.count_fitting(iter_num, log.evaluating_s))
         n = int(self.layout.max_over_processes(n))
         is_moved = abs(n - self.max_iters) > MOVED * self.max_iters
         if is_moved:
             self.max_iters = n
-        self.measure_from(iter_num, log.read_clock())
+        self.measure_from(iter_num, log.evaluating_s)
         return is_moved
 
-    def count_fitting(self, iter_num, clock):
+    def count_fitting(self, iter_num, evaluating_s):
         """Returns how many iterations fit into the time that is left before iteration iter_num, at
-        the speed since the last measurement. An evaluation follows after them. clock: what
-        RunLog.read_clock returns."""
-        training_s, paused_s = (now - before for now, before in zip(clock, self.clock))
-        seconds = training_s / (iter_num - self.first)
+        the speed since the last measurement. An evaluation follows after them. evaluating_s: that
+        of the RunLog."""
+        now = time.perf_counter()
+        evaluating_s -= self.evaluating_s
         every = self.eval_interval
         n_evaluations = ceil_div(iter_num, every) - ceil_div(self.first, every)
         if n_evaluations:
-            self.eval_s = paused_s / n_evaluations
-        left = self.at - time.perf_counter() - self.eval_s
-        return int(left / (seconds + self.eval_s / self.eval_interval))
+            self.eval_s = evaluating_s / n_evaluations
+        # saves between the evaluations belong to the iterations
+        seconds = (now - self.begun - evaluating_s) / (iter_num - self.first)
+        left = self.at - now - self.eval_s
+        return int(left / (seconds + self.eval_s / every))
 
 
 def say_if_few_iterations(flags, source, seconds):

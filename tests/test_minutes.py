@@ -69,12 +69,9 @@ class Simulation:
     """A run of 60 s whose iterations take 20 ms at first, and after `change_at` seconds `factor` times as long."""
 
     def __init__(self, patch, change_at, factor, eval_s=0.5):
-        self.now = self.training_s = self.paused_s = 0.0
+        self.now = self.evaluating_s = 0.0
         self.change_at, self.factor, self.eval_s = change_at, factor, eval_s
         patch.setattr(minutes.time, 'perf_counter', lambda: self.now)
-
-    def read_clock(self):
-        return self.training_s, self.paused_s
 
     def spend(self, seconds):
         seconds *= self.factor if self.now >= self.change_at else 1
@@ -91,8 +88,8 @@ class Simulation:
         while i < deadline.max_iters:
             n_moves += deadline.has_moved(i, self)
             if i % eval_interval == 0:
-                self.paused_s += self.spend(self.eval_s)
-            self.training_s += self.spend(0.02)
+                self.evaluating_s += self.spend(self.eval_s)
+            self.spend(0.02)
             i += 1
         self.spend(self.eval_s)
         return self.now, i, n_moves
@@ -167,7 +164,7 @@ def test_what_config_json_says_gives_the_bits_of_a_run_whose_end_was_moved(flags
     lengths = {2: 18, 5: 11, 9: 14}  # iteration: the number of iterations that fit then
     monkeypatch.setattr(minutes, 'iterations_that_fit', lambda *args, **kwargs: 16)
     monkeypatch.setattr(minutes, 'CHECKED', 1000)  # before each iteration
-    monkeypatch.setattr(Deadline, 'count_fitting', lambda self, i, clock: lengths.get(i, self.max_iters) - i)
+    monkeypatch.setattr(Deadline, 'count_fitting', lambda self, i, evaluating_s: lengths.get(i, self.max_iters) - i)
     said = succeeded(train(tmp_path / 'out', *flags, '--minutes=5', '--keep=9', '--save_interval=4')).stdout
     assert 'iter 5: the speed has changed: max_iters=11, also lr_decay_iters' in said
     settings = json.loads((tmp_path / 'out' / 'config.json').read_text())

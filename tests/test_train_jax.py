@@ -28,6 +28,7 @@ from jax_pretrained import load_pretrained
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss, run_folder
 from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
+from jax_run.minutes import Deadline
 from jax_run.model import MODEL_FLAGS, config_from_flags, flags_from_config
 from jax_run.program import Options
 from jax_run.start import merge_resumed_flags
@@ -265,9 +266,17 @@ def fixed_iterations(said):
 
 @pytest.fixture(scope='session')
 def timed(flags, tmp_path_factory):
-    """(the out_dir of a run with --minutes, what it printed)."""
+    """(the out_dir of a run with --minutes, what it printed), with the end that was measured before it began."""
     out = tmp_path_factory.mktemp('timed') / 'out'
-    return out, succeeded(train(out, *flags, *MINUTES)).stdout
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Deadline, 'has_moved', lambda self, iter_num, log: False)
+        return out, succeeded(train(out, *flags, *MINUTES)).stdout
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Keeps the end of a run with --minutes where it was measured before the run."""
+    monkeypatch.setattr(Deadline, 'has_moved', lambda self, iter_num, log: False)
 
 
 def test_a_run_of_minutes_fixes_its_iterations_and_has_its_schedule_from_the_first_one_on(timed):
@@ -315,7 +324,7 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
 
 
 @pytest.mark.slow
-def test_a_run_that_an_earlier_version_stopped_while_it_measured_is_measured_when_it_is_resumed(run_copy):
+def test_a_run_that_an_earlier_version_stopped_while_it_measured_is_measured_when_it_is_resumed(run_copy, steady):
     step, _ = choose_checkpoint(run_copy)
     folder = run_copy / 'ckpt' / str(step)
     (folder / 'checksums.json').write_text('{}')  # as if it had been written so
@@ -328,7 +337,7 @@ def test_a_run_that_an_earlier_version_stopped_while_it_measured_is_measured_whe
 
 
 @pytest.mark.slow
-def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, tmp_path):
+def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, tmp_path, steady):
     said = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.02', '--warmup_iters=1000000')).stdout
     n, warmup = fixed_iterations(said)
     assert warmup == n // 10
@@ -337,7 +346,7 @@ def test_a_warm_up_that_does_not_fit_into_the_minutes_is_a_tenth_of_them(flags, 
 
 
 @pytest.mark.slow
-def test_minutes_on_eight_devices(flags, tmp_path):
+def test_minutes_on_eight_devices(flags, tmp_path, steady):
     layout = ['--batch_size=8', '--device=cpu', '--fsdp=2']
     out = succeeded(train(tmp_path, *flags, *MINUTES, '--minutes=0.02', *layout)).stdout
     assert choose_checkpoint(tmp_path)[0] == fixed_iterations(out)[0]
