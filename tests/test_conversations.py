@@ -1,4 +1,5 @@
 """What people have as conversations: their forms, tools, weights, and untrusted templates."""
+import datetime
 import itertools
 import json
 import lzma
@@ -597,6 +598,17 @@ def test_a_process_that_is_stopped_for_longer_goes_on():
 TRL = json.loads(lzma.decompress((GOLDEN / 'trl_masks.json.xz').read_bytes()))
 
 
+@pytest.fixture
+def on_its_day(monkeypatch):
+    """Templates write the date on which the golden values were made."""
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromisoformat(TRL['date'])
+
+    monkeypatch.setattr('transformers.utils.chat_template_utils.datetime', Day)
+
+
 def conversations_of(name, form, tmp_path):
     """Yields (name of the chat, ids and mask of transformers, ids and mask here, None where it is refused)."""
     template = TRL['templates'][name]
@@ -616,7 +628,7 @@ def conversations_of(name, form, tmp_path):
 
 
 @pytest.mark.parametrize('name', [slow(name) if i % 4 else name for i, name in enumerate(TRL['templates'])])
-def test_ids_and_masks_are_transformers_where_a_template_has_marks(name, tmp_path):
+def test_ids_and_masks_are_transformers_where_a_template_has_marks(name, tmp_path, on_its_day):
     for chat, expected_ids, expected, ids, mask in conversations_of(name, 'marked', tmp_path):
         assert ids == expected_ids and mask.tolist() == expected.tolist(), chat
 
@@ -642,7 +654,7 @@ STOP_TOKENS = {'diffusion_gemma': ['<turn|>', '<|tool_response>'], 'glm4moe': ['
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [name for name, template in TRL['templates'].items() if template['plain']])
-def test_without_marks_the_same_counts_but_for_what_no_model_writes(name, tmp_path):
+def test_without_marks_the_same_counts_but_for_what_no_model_writes(name, tmp_path, on_its_day):
     special = TRL['templates'][name]['special']
     stop_ids = [256 + special.index(token) for token in STOP_TOKENS.get(name, ())]  # behind those of the bytes
     (tmp_path / 'generation_config.json').write_text(json.dumps({'eos_token_id': stop_ids}))

@@ -4,6 +4,7 @@ have the marks of what an assistant writes, and the same templates without marks
 $ pip download --no-deps trl==1.16.0
 $ python tests/golden/make_trl_masks.py trl-1.16.0-py3-none-any.whl
 """
+import datetime
 import json
 import lzma
 import re
@@ -94,5 +95,6 @@ for name, marked in sorted(templates.items()):
         'rendered': render_all(open_tokenizer(special, **settings), marked)}
 
 path = Path(__file__).with_name('trl_masks.json.xz')
-path.write_bytes(lzma.compress(json.dumps({'chats': CHATS, 'templates': found}).encode(), preset=9))
+content = {'date': str(datetime.date.today()), 'chats': CHATS, 'templates': found}  # some templates write the date
+path.write_bytes(lzma.compress(json.dumps(content).encode(), preset=9))
 print(f'{len(found)} templates, {path.stat().st_size:,} bytes')
