@@ -285,10 +285,10 @@ with contextlib.ExitStack() as at_end:
         if deadline and deadline.has_moved(iter_num, log):
             run = run.with_end(deadline.max_iters, iter_num)
             cfg = argparse.Namespace(**run.flags)
-            manifest['flags'] = flags_of(run)
-            out.move_end(run)
+            out.move_end(run, {**manifest, 'flags': flags_of(run)})
             log.move_end(run, iter_num)
-        state = with_schedule(state, run, iter_num, layout)
+        if cfg.earlier_ends:
+            state = with_schedule(state, run, iter_num, layout)
         is_last = iter_num >= cfg.max_iters or stop_signal > 0
 
         # every eval_interval, and at the end: evaluate the loss on train and val. If that fails,

@@ -34,7 +34,7 @@ class OutDir:
         self.metrics_log = None  # process 0 has one
         self.wandb_run = None  # process 0 has one, with --wandb_log
         self.wandb_id = None
-        self.bpb_bytes = 'tokens'  # see Data.bpb_bytes
+        self.chosen = {}  # what config.json has beside the flags and the manifest
         self.earlier = []  # iterations of the checkpoints that are to be deleted
         if not run.resumed:
             self.earlier = checkpoint_steps(self.path)
@@ -65,12 +65,14 @@ class OutDir:
         if not is_first:
             return
         files = self.folder.files
-        self.bpb_bytes = bpb_bytes
+        self.chosen = {'dtype': run.dtype}
+        if bpb_bytes != 'tokens':
+            self.chosen['bpb_bytes'] = bpb_bytes
         if run.resumed:
             with contextlib.suppress(UserError):  # a damaged one says nothing, and is written anew
                 earlier = read_json(files / 'config.json', optional=True)
                 say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), bpb_bytes)
-        self.write_config()
+        write_json(files / 'config.json', {**flags, **self.chosen, 'manifest': manifest})
         if model.tokenizer['kind'] == 'folder':
             copy_tokenizer(model.tokenizer, files / 'tokenizer')
         # the config.json of the pretrained model, or none in place of an earlier run's
@@ -79,19 +81,17 @@ class OutDir:
         self.metrics_log = MetricsLog(files, run.iter_num)
         self.folder.upload()
 
-    def write_config(self):
-        """Writes config.json: the flags, with the dtype as chosen, and the manifest."""
-        settings = {**self.run.flags, 'dtype': self.run.dtype}
-        if self.bpb_bytes != 'tokens':
-            settings['bpb_bytes'] = self.bpb_bytes
-        write_json(self.folder.files / 'config.json', {**settings, 'manifest': self.manifest})
-
-    def move_end(self, run):
+    def move_end(self, run, manifest):
         """Writes config.json anew for a run that has another number of iterations from here on, as
-        the checkpoints after it do. run: the Run with this number."""
-        self.run = run
-        if self.metrics_log:
-            self.write_config()
+        the checkpoints after it do. run, manifest: those with this number."""
+        self.run, self.manifest = run, manifest
+        if not self.metrics_log:
+            return
+        settings = {**run.flags, **self.chosen, 'manifest': manifest}
+        try:
+            write_json(self.folder.files / 'config.json', settings)
+        except OSError as error:  # training goes on without it: the checkpoints have the number
+            warn(f'cannot write {self.path}/config.json anew: {error.strerror}')
 
     def is_saving(self):
         """Returns whether a checkpoint is being written in the background, or the save of the

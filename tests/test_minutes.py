@@ -6,8 +6,9 @@ import types
 import numpy as np
 import pytest
 
-from jax_flags import UserError, read_ends
+from jax_flags import UserError, read_ends, write_json
 from jax_run import minutes
+from jax_run.checkpoints import choose_checkpoint
 from jax_run.minutes import Deadline, iterations_that_fit, say_if_few_iterations
 from jax_run.sources import Rows
 from jax_run.start import Run, schedule_end
@@ -160,18 +161,25 @@ def test_a_schedule_that_cannot_be_is_refused_before_it_begins(flags, tmp_path):
                    'lr_decay_iters=1 must be more than warmup_iters=2')
 
 
-def test_what_config_json_says_gives_the_bits_of_a_run_whose_end_was_moved(flags, tmp_path, monkeypatch):
-    lengths = {2: 18, 5: 11, 9: 14}  # iteration: the number of iterations that fit then
+@pytest.fixture
+def moving(monkeypatch):
+    """{iteration: the number of iterations that fit then} of a run in which 16 seem to fit at first."""
+    lengths = {2: 18, 5: 11, 9: 14}
     monkeypatch.setattr(minutes, 'iterations_that_fit', lambda *args, **kwargs: 16)
     monkeypatch.setattr(minutes, 'CHECKED', 1000)  # before each iteration
-    monkeypatch.setattr(Deadline, 'count_fitting', lambda self, i, evaluating_s: lengths.get(i, self.max_iters) - i)
+    monkeypatch.setattr(
+        Deadline, 'count_fitting', lambda self, i, evaluating_s: lengths.get(i, self.max_iters) - i)
+    return lengths
+
+
+def test_what_config_json_says_gives_the_bits_of_a_run_whose_end_was_moved(flags, tmp_path, moving):
     said = succeeded(train(tmp_path / 'out', *flags, '--minutes=5', '--keep=9', '--save_interval=4')).stdout
     assert 'iter 5: the speed has changed: max_iters=11, also lr_decay_iters' in said
     settings = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert settings['earlier_ends'] == settings['manifest']['flags']['earlier_ends'] == '2:16,5:18,9:11'
     assert settings['max_iters'] == settings['lr_decay_iters'] == 14
     moves = {record['iter']: record['max_iters'] for record in records_of(tmp_path / 'out') if 'max_iters' in record}
-    assert moves == lengths
+    assert moves == moving
 
     # the same command with what config.json says
     names = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'earlier_ends')
@@ -182,3 +190,16 @@ def test_what_config_json_says_gives_the_bits_of_a_run_whose_end_was_moved(flags
     # and a verification, across checkpoints with other ends
     said = succeeded(train(tmp_path / 'out', *RESUME, '--verify=9')).stdout
     assert said.count('the same bits') == 5
+
+
+def test_a_config_json_that_cannot_be_written_again_does_not_end_the_run(flags, tmp_path, moving, monkeypatch):
+    def write_once(path, values):
+        if path.exists():
+            raise OSError(28, 'No space left on device')
+        write_json(path, values)
+
+    monkeypatch.setattr('jax_run.out_dir.write_json', write_once)
+    result = train(tmp_path / 'out', *flags, '--minutes=5')
+    assert result.returncode == 0 and result.stderr.count('config.json anew: No space left on device') == 3
+    step, meta = choose_checkpoint(tmp_path / 'out')
+    assert step == 14 and meta['flags']['earlier_ends'] == '2:16,5:18,9:11'
