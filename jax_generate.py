@@ -452,6 +452,14 @@ def commit(tree: Any, params: dict) -> Any:
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
+class Unread(NamedTuple):
+    """Prompts that a Decoder has yet to prefill: the arguments of Decoder.read_prompts."""
+    tokens_BxT: np.ndarray
+    length_B: np.ndarray
+    n_held: int = 0
+    least_width: int = 16
+
+
 class Decoder:
     """A batch of rows, the model that continues them, and their KV cache.
 
@@ -480,6 +488,7 @@ class Decoder:
         # RoPE's do not end
         self.max_cached = config.block_size if config.position == 'learned' else PAD
         self.n_slots = 0  # slots of the cache; 0: there is none yet
+        self.unread: Unread | None = None  # the prompts, until read() is called
         # n_draft stays here if drafts are dropped, because the cache keeps their slots
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
         self.cache_options: dict[str, Any] = {
@@ -509,6 +518,12 @@ class Decoder:
         cache = grow_cache(
             self.state.cache, batch_size=batch_size, n_slots=self.n_slots, **self.cache_options)
         self.state = self.state.replace(cache=commit(cache, self.params))
+
+    def read(self) -> None:
+        """Prefills the cache with the prompts in `unread`."""
+        assert self.unread is not None
+        self.read_prompts(*self.unread)
+        self.unread = None
 
     def read_prompts(self, tokens_BxT: np.ndarray, length_B: np.ndarray, n_held: int = 0,
                      least_width: int = 16) -> None:
@@ -588,8 +603,9 @@ class Decoder:
         return self.n_end == self.sampling.max_new_tokens or bool(self.state.done_B.all())
 
     def close(self) -> None:
-        """Gives the cache back to the PrefixCache, if the Decoder has one."""
-        if self.prefix_cache is not None:
+        """Gives the cache back to the PrefixCache, if the Decoder has one. Not if the prompt was
+        never read."""
+        if self.prefix_cache is not None and self.unread is None:
             self.prefix_cache.keep(self)
 
 
@@ -802,9 +818,11 @@ def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None
 
 
 def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Sampling, *,
-               logprobs: bool = False, prefix_cache: PrefixCache | None = None) -> Decoder:
-    """Returns a Decoder that has prefilled the Prompts (not if max_new_tokens is 0). The other
-    parameters are those of generate_stream. Raises UserError for invalid prompts or options."""
+               logprobs: bool = False, prefix_cache: PrefixCache | None = None,
+               reads: bool = True) -> Decoder:
+    """Returns a Decoder that has prefilled the Prompts (not if max_new_tokens is 0). With
+    reads=False they stay in Decoder.unread. The other parameters are those of generate_stream.
+    Raises UserError for invalid prompts or options."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
     tokens_BxT, length_B = check_prompts(config, prompts.idx_BxT, prompts.lengths_B)
@@ -837,11 +855,12 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
         params, config, state, controls, sampling, longest=longest, n_columns=T + max_new_tokens)
     if max_new_tokens == 0:
         return decoder
-    if prefix_cache is None:
-        decoder.read_prompts(tokens_BxT, length_B)
-    else:
+    decoder.unread = Unread(tokens_BxT, length_B)
+    if prefix_cache is not None:
         n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
-        decoder.read_prompts(tokens_BxT, length_B, n_held, least_width=64)
+        decoder.unread = Unread(tokens_BxT, length_B, n_held, least_width=64)
+    if reads:
+        decoder.read()
     return decoder
 
 

@@ -548,15 +548,22 @@ class Generation:
             start_rows, model.params, model.config,
             Prompts(right_padded(self.prompts), key_B, self.lengths, sample_numbers),
             self.sampling, prefix_cache=prefix_cache, logprobs=logprobs)
+        self.decoder: Any = None  # a Decoder, or with a batch a Row, from begin() on
+
+    def begin(self) -> None:
+        """Prepares the first chunk. With a batch, the row joins it; its prompt is read when the
+        batch goes on, together with those of other rows that have joined meanwhile."""
+        with self.model.layout.mesh_context():
+            decoder = self.start(reads=self.batch is None)
+        self.decoder = decoder if self.batch is None else self.batch.join(decoder)
 
     def __iter__(self) -> Generator['Generation', None, None]:
         """Generates, and yields this Generation after each chunk. Can be called once."""
         clock, layout = self.model.clock, self.model.layout
         clock.lap()
-        with layout.mesh_context():
-            decoder = self.start()
-        if self.batch is not None:
-            decoder = self.batch.join(decoder)
+        if self.decoder is None:
+            self.begin()
+        decoder = self.decoder
         with contextlib.closing(decoder):
             n_new = 1  # the first lap is the prefill and one token
             while True:

@@ -10,6 +10,7 @@ The text of a row does not depend on the other rows: it has its own random numbe
 its own sampling controls (stack_controls). With the same number of rows and of slots of the KV
 cache its logits have the same bits, whatever the other rows are. Another number of either changes
 them by rounding."""
+import collections
 import functools
 import math
 import time
@@ -20,7 +21,8 @@ import numpy as np
 
 from jax_flags import UserError
 from jax_generate import (
-    Decoder, commit, copy_result, create_decode_state, power_of_two, stack_controls)
+    Decoder, commit, copy_result, create_decode_state, filled, power_of_two, right_padded,
+    stack_controls)
 from jax_transformer import select_rows
 
 CHUNK = 8  # tokens that each row gets before rows may join or leave again
@@ -110,7 +112,7 @@ class Batch:
         self.fastest = math.inf  # seconds of a step with this number of places
 
     def join(self, decoder):
-        """Returns a Row for a Decoder that has read the prompt of one row. Raises UserError if it
+        """Returns a Row for a Decoder of one row. Its prompt may be unread. Raises UserError if it
         cannot be decoded together with the present rows."""
         row = Row(self, decoder)
         if self.rows and self.rows[0].kind != row.kind:
@@ -125,6 +127,7 @@ class Batch:
         yet; if there are none, a chunk is decoded for all rows that share the batch."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
+        self.read_prompts()
         shared = [other for other in self.rows if other.is_shared]
         if row not in shared or len(shared) == 1 and self.n_rows <= 1:
             self.take_out(row)
@@ -133,6 +136,24 @@ class Batch:
             self.decode(shared, n_new)
         return copy_result(
             row.decoder.state, row.decoder.n_columns, row.decoder.sampling.max_new_tokens)
+
+    def read_prompts(self):
+        """Prefills the KV caches of the rows that have joined since the last call. Prompts of
+        similar length are computed together, except those with a prefix in a PrefixCache. With
+        n_rows each is computed alone, because the bits of a row must not depend on the others."""
+        groups = collections.defaultdict(list)
+        for i, row in enumerate(self.rows):
+            unread = row.decoder.unread
+            if unread is None:
+                continue
+            fits = row.length <= row.decoder.max_cached
+            together = fits and not unread.n_held and not self.n_rows
+            groups[power_of_two(row.length) if together else -i].append(row.decoder)
+        for decoders in groups.values():
+            if len(decoders) == 1:
+                decoders[0].read()
+            else:
+                read_together(decoders)
 
     def leave(self, row):
         """Removes a Row and frees its place. Gives the row's cache back to its PrefixCache, if it
@@ -259,11 +280,38 @@ class Batch:
         if row.place is None:
             return
         decoder = row.decoder
-        cache = select_rows(self.decoder.state.cache, np.array([row.place], np.int32))
+        cache = take_row(self.decoder.state.cache, np.int32(row.place))
         decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
         decoder.n_slots = self.decoder.n_slots
         self.places[row.place] = None
         row.place = None
+
+
+def read_together(decoders):
+    """Prefills the KV caches of several Decoders, each of one row with an unread prompt, in one
+    batch. The batch is filled up to a power of two with copies of the first row."""
+    first = decoders[0]
+    prompts = [decoder.unread.tokens_BxT[0, :decoder.unread.length_B[0]] for decoder in decoders]
+    rows = filled(prompts, power_of_two(len(prompts)))
+    tokens_BxT = right_padded(rows)
+    length_B = np.array([len(row) for row in rows], np.int32)
+    state = create_decode_state(
+        tokens_BxT, length_B, jnp.broadcast_to(first.state.key_B, len(rows)), tokens_BxT.shape[1])
+    together = Decoder(
+        first.params, first.config, state, first.controls, first.sampling,
+        longest=max(decoder.longest for decoder in decoders), n_columns=tokens_BxT.shape[1])
+    together.read_prompts(tokens_BxT, length_B, least_width=first.unread.least_width)
+    for i, decoder in enumerate(decoders):
+        cache = take_row(together.state.cache, np.int32(i))
+        decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
+        decoder.n_slots = together.n_slots
+        decoder.unread = None
+
+
+@jax.jit
+def take_row(cache, place):
+    """Returns the KV cache of the row at index `place` alone."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, place, 1), cache)
 
 
 @functools.partial(jax.jit, donate_argnames='state')

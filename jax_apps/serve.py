@@ -348,14 +348,19 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes a chunk of each answer in turn, until stop(). A new answer begins before the others
-        go on."""
+        """Makes a chunk of each answer in turn, until stop(). New answers begin before the others
+        go on, all that wait at once, so that their prompts are read together."""
         answers = collections.deque()
         while answers or not self.is_ending:
-            if len(answers) < self.batch_size:
-                job = self.next_job(waits=not answers)
-                if job:
-                    answers.appendleft(self.answer(job))
+            new = []
+            while len(answers) + len(new) < self.batch_size:
+                job = self.next_job(waits=not answers and not new)
+                if job is None:
+                    break
+                answer = self.answer(job)
+                if next(answer, None):
+                    new.append(answer)
+            answers.extendleft(reversed(new))
             if answers:
                 answer = answers.popleft()
                 if next(answer, None):
@@ -414,6 +419,9 @@ class Server(ThreadingHTTPServer):
             generation = Generation(
                 self.model, prompts, job.sampling, num_samples=job.n, first_sample=number,
                 streaming=True, logprobs=bool(job.wants_logprobs), **shared)
+            if not job.has_own_batch:
+                generation.begin()
+                yield True  # others may begin before the prompt is read
             has_stayed = yield from make(job, generation)
             if has_stayed:
                 job.events.put([describe_end(job, generation, i) for i in range(job.n_rows)])

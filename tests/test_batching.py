@@ -106,17 +106,19 @@ def test_rows_join_and_leave_any_model_while_its_cache_grows(name, monkeypatch):
     config = dataclasses.replace(MODELS[name], block_size=32)
     params, rng = random_params(config), random.Random(3)
 
-    def start(seed):
+    def start(seed, reads=True):
         draw = np.random.default_rng(seed)
         idx = draw.integers(37, size=(1, draw.integers(1, 30)))
         return start_rows(params, config, Prompts(idx, jax.random.key(seed)), jax_generate.Sampling(
-            max_new_tokens=int(draw.integers(1, 25)), temperature=float(draw.choice([0, 1]))), logprobs=True)
+            max_new_tokens=int(draw.integers(1, 25)), temperature=float(draw.choice([0, 1]))), logprobs=True, reads=reads)
 
     batch, under_way, n_begun = Batch(), {}, 0
     while under_way or n_begun < 16:
-        if n_begun < 16 and len(under_way) < 6:
-            under_way[n_begun] = batch.join(start(n_begun))
+        while n_begun < 16 and len(under_way) < 6 and rng.random() < 0.8:
+            under_way[n_begun] = batch.join(start(n_begun, reads=rng.random() < 0.2))
             n_begun += 1
+        if not under_way:
+            continue
         seed = rng.choice(list(under_way))
         row = under_way[seed]
         result = row.advance(rng.randint(1, 8))
@@ -169,6 +171,42 @@ def test_the_first_token_is_there_at_once_while_others_go_on_by_one(model):
     second = next(begin(model, batch, 'a', max_new_tokens=5))
     assert second.result.lengths[0] == len('a') + 1
     assert batch.rows[0].n_generated <= n_before + 1
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """The number of rows of each prefill."""
+    sizes, prefill_pieces = [], jax_generate.prefill_pieces
+
+    def record(params, config, cache, tokens_BxT, *args):
+        sizes.append(len(tokens_BxT))
+        return prefill_pieces(params, config, cache, tokens_BxT, *args)
+
+    monkeypatch.setattr(jax_generate, 'prefill_pieces', record)
+    return sizes
+
+
+PROMPTS = ['abcdef', 'fe', 'ccccd', 'dabdab', 'a' * 20]  # 6 to 8 tokens in one batch, of 2 and of 20 alone
+
+
+def test_prompts_of_similar_length_that_come_together_are_read_in_one_batch(prefilled):
+    model = load('tests/golden/letters', device='cpu:0')
+    options = dict(max_new_tokens=8, temperature=0)
+    expected = [generate_alone(model, {'prompt': prompt, **options}).texts for prompt in PROMPTS]
+    prefilled.clear()
+    batch = Batch()
+    generations = [Generation(model, [model.encode(prompt)], TextSampling(**options), batch=batch)
+                   for prompt in PROMPTS]
+    for generation in generations:
+        generation.begin()
+    assert prefilled == []
+    chunks = [iter(generation) for generation in generations]
+    next(chunks[0])
+    assert sorted(prefilled) == [1, 1, 4]  # three rows, filled up
+    for each in chunks:
+        list(each)
+    assert [generation.texts for generation in generations] == expected
+    assert sorted(prefilled) == [1, 1, 4]
 
 
 def test_one_row_has_drafts_and_several_have_none():
