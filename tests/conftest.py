@@ -54,9 +54,7 @@ def chatting(speaking):
 
 
 def pytest_generate_tests(metafunc):
-    """Makes the cases of tests/test_sweep.py, --sweep=N of each kind."""
+    """Makes the cases of tests/test_sweep.py, --sweep=N of all kinds together."""
     if 'sweep_case' in metafunc.fixturenames:
-        n_cases = metafunc.config.getoption('--sweep')
-        if 'interrupted' in metafunc.function.__name__:  # three runs each, half of the sweep's time
-            n_cases = (n_cases + 1) // 2
-        metafunc.parametrize('sweep_case', range(n_cases))
+        share = metafunc.module.SHARES[metafunc.function.__name__]
+        metafunc.parametrize('sweep_case', range(round(share * metafunc.config.getoption('--sweep'))))
