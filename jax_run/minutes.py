@@ -13,7 +13,7 @@ FOR_SAVES = 0.02  # share of the time
 MEASURING = 0.03  # share of the time, at least one iteration
 FEW = 50  # with fewer iterations than this, a line says so
 CHECKED = 8  # the speed is measured again after every 8th part of the iterations that are left
-MOVED = 0.01  # the end of a run is moved by at least this share of the iterations
+MOVED = 0.02  # the end of a run is moved by at least this share of the iterations
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
