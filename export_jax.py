@@ -69,8 +69,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 RECIPE = (
     'init_from', 'max_iters', 'gradient_accumulation_steps', 'batch_size', 'block_size',
     'optimizer', 'dtype', 'learning_rate', 'min_lr', 'lr_schedule', 'warmup_iters',
-    'lr_decay_iters', 'earlier_ends', 'weight_decay', 'beta1', 'beta2', 'grad_clip', 'dropout', 'lora_rank',
-    'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
+    'lr_decay_iters', 'earlier_ends', 'weight_decay', 'beta1', 'beta2', 'grad_clip', 'dropout',
+    'lora_rank', 'lora_alpha', 'quantize', 'beta', 'length_normalized', 'seed')
 
 # The flags of RECIPE that have no effect with decay_lr=False.
 SCHEDULE = ('min_lr', 'lr_schedule', 'warmup_iters', 'lr_decay_iters', 'earlier_ends')

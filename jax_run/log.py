@@ -251,9 +251,9 @@ class MetricsLog:
 
     Opening it for iteration `iter_num` drops an earlier run's records of iterations from iter_num
     on, and an incomplete last line, so that every iteration is there once after a resume. But an
-    evaluation at iter_num is kept, and not written again. With iter_num=0 all is dropped. If other
-    lines cannot be read, a message says so, they are left out, and the old file is kept as
-    metrics.jsonl.damaged.
+    evaluation at iter_num is kept, and not written again, and so is a line about a moved end. With
+    iter_num=0 all is dropped. If other lines cannot be read, a message says so, they are left out,
+    and the old file is kept as metrics.jsonl.damaged.
 
     If a line cannot be written, for example on a full disk, it is written with a later one."""
 
@@ -271,8 +271,8 @@ class MetricsLog:
                     n_damaged += 1
                     continue
                 is_evaluation = 'val_loss' in record
-                is_evaluation_here = is_evaluation and record['iter'] == iter_num
-                if record['iter'] < iter_num or is_evaluation_here:
+                comes_before = is_evaluation or 'max_iters' in record  # before the iteration itself
+                if record['iter'] < iter_num or record['iter'] == iter_num and comes_before:
                     kept.append(json.dumps(record) + '\n')
                     self.evaluated = record['iter'] if is_evaluation else None
 

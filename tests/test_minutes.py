@@ -9,6 +9,7 @@ import pytest
 from jax_flags import UserError, read_ends, write_json
 from jax_run import minutes
 from jax_run.checkpoints import choose_checkpoint
+from jax_run.log import MetricsLog
 from jax_run.minutes import Deadline, iterations_that_fit, say_if_few_iterations
 from jax_run.sources import Rows
 from jax_run.start import Run, schedule_end
@@ -190,6 +191,11 @@ def test_what_config_json_says_gives_the_bits_of_a_run_whose_end_was_moved(flags
     # and a verification, across checkpoints with other ends
     said = succeeded(train(tmp_path / 'out', *RESUME, '--verify=9')).stdout
     assert said.count('the same bits') == 5
+
+    # a resume at the iteration of a move keeps its line
+    log = MetricsLog(tmp_path / 'out', 9)
+    log.close()
+    assert [record for record in records_of(tmp_path / 'out') if record['iter'] == 9] == [{'iter': 9, 'max_iters': 14}]
 
 
 def test_a_config_json_that_cannot_be_written_again_does_not_end_the_run(flags, tmp_path, moving, monkeypatch):
