@@ -109,8 +109,10 @@ def test_rows_join_and_leave_any_model_while_its_cache_grows(name, monkeypatch):
     def start(seed, reads=True):
         draw = np.random.default_rng(seed)
         idx = draw.integers(37, size=(1, draw.integers(1, 30)))
-        return start_rows(params, config, Prompts(idx, jax.random.key(seed)), jax_generate.Sampling(
-            max_new_tokens=int(draw.integers(1, 25)), temperature=float(draw.choice([0, 1]))), logprobs=True, reads=reads)
+        sampling = jax_generate.Sampling(
+            max_new_tokens=int(draw.integers(1, 25)), temperature=float(draw.choice([0, 1])))
+        return start_rows(
+            params, config, Prompts(idx, jax.random.key(seed)), sampling, logprobs=True, reads=reads)
 
     batch, under_way, n_begun = Batch(), {}, 0
     while under_way or n_begun < 16:
