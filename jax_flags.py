@@ -59,13 +59,13 @@ class UserError(ValueError):
 
 
 class TryAgain(UserError):
-    """An error that may be over soon, as a network that is down. The scripts exit with 75: started
-    again later, they may succeed."""
+    """An error whose cause may soon be over, as a network that is down. The scripts exit with 75,
+    because a script that is started again later may succeed."""
 
 
 def refuse(refusals):
-    """Raises UserError with the message of the first pair (condition, message) in `refusals` whose
-    condition is true, if there is one."""
+    """Raises UserError if a condition in `refusals`, pairs (condition, message), is true. The first
+    such pair gives the message."""
     for is_wrong, message in refusals:
         if is_wrong:
             raise UserError(message)
@@ -78,7 +78,7 @@ def one_line(error):
 
 def check_choice(name, value, choices):
     """Raises UserError unless the value of the flag or option `name` is one of the choices. The
-    choice '' means off; the message does not list it."""
+    choice '' means off; the error's message does not list ''."""
     if value not in choices:
         named = [choice for choice in choices if choice]
         raise UserError(f'{name} must be one of {", ".join(named)}, not {value!r}')
@@ -88,7 +88,7 @@ def check_choice(name, value, choices):
 
 
 def read_text(path, *, newline=None):
-    """Returns the text of a UTF-8 file without its byte-order mark. newline: as for open(). Raises
+    """Returns the text of a UTF-8 file without its byte-order mark. newline: see open(). Raises
     UserError if the file cannot be read."""
     try:
         with open(path, encoding='utf-8-sig', newline=newline) as file:
@@ -109,8 +109,8 @@ def printable(name):
 
 
 def whole_characters(text):
-    """Returns the text with U+FFFD for each unpaired surrogate. "\\ud83d" in JSON leaves one, and
-    so does a byte that is not UTF-8."""
+    """Returns the text with U+FFFD for each unpaired surrogate. An unpaired surrogate comes from
+    "\\ud83d" in JSON, or from a byte that is not UTF-8."""
     return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
@@ -118,8 +118,8 @@ def find_shipped(kind, name):
     """Returns the path of a file or folder `name` of config/ or data/. Looks in the current folder
     first, then in this program's checkout, then in its installation.
 
-    kind: 'config' or 'data'. If the name is nowhere, returns its path in the checkout, or, without
-    a checkout, in the current folder."""
+    kind: 'config' or 'data'. If `name` is in none of them, returns its path in the checkout; if
+    there is no checkout, its path in the current folder."""
     for place in (Path(kind), ROOT / kind, INSTALLED / kind):
         if (place / name).exists():
             return place / name
@@ -128,8 +128,9 @@ def find_shipped(kind, name):
 
 
 def write_text(path, text):
-    """Writes a text file atomically: at `path` is the earlier file, if any, or the complete new
-    one. Makes its folder. A pipe or a device is written directly."""
+    """Writes a text file atomically: at every moment, the file at `path` is either the earlier one
+    (if any) or the complete new one. Makes the folder of the file. Writes directly to a pipe or a
+    device."""
     path = Path(os.path.realpath(path))  # a link stays a link
 
     # A pipe or /dev/null is written directly. A folder raises OSError.
@@ -144,8 +145,9 @@ def write_text(path, text):
 
 @contextlib.contextmanager
 def new_file(path):
-    """Yields the path of a temporary file to write. At the end of the block it is renamed to
-    `path`; if the block fails, it is deleted. So a file at `path` is always complete."""
+    """Yields the path of a temporary file to write. At the end of the with block, renames the
+    temporary file to `path`; if the block fails, deletes the temporary file. So a file at `path` is
+    always complete."""
     unfinished = f'{path}.tmp-{os.getpid()}'
     try:
         yield unfinished
@@ -162,24 +164,25 @@ def free_name(path):
 
 
 def note(line):
-    """Prints a line on stdout. If nobody can read it, does nothing."""
+    """Prints a line on stdout. If the line cannot be printed, does nothing."""
     with contextlib.suppress(OSError, ValueError):
         print(line, flush=True)
 
 
 def warn(line):
-    """Prints a line on stderr. If nobody can read it, does nothing: a message must not end a
-    run."""
+    """Prints a line on stderr. If the line cannot be printed, does nothing, because a message must
+    not end a run."""
     with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
 def lock_file(file, *, wait=False):
-    """Locks an open file for this process until it is closed or the process ends. Returns whether
-    it succeeded.
+    """Locks an open file for this process until the file is closed or the process ends. Returns
+    whether this process has the lock.
 
-    If another process has the lock, wait=True waits for it, and wait=False returns False. Where
-    there are no locks (Windows, some file systems), nothing is locked, and the result is True."""
+    If another process has the lock, wait=True waits until the lock is free, and wait=False returns
+    False. Where there are no locks (Windows, some file systems), nothing is locked, and the result
+    is True."""
     try:
         if fcntl:
             # not lockf: its lock is lost when this process reads the file and closes it
@@ -192,8 +195,8 @@ def lock_file(file, *, wait=False):
 
 
 def parse_json(text, name, remedy=''):
-    """Returns the value of a JSON text. Raises UserError, with a message that begins with `name`
-    and ends with `remedy`."""
+    """Returns the value of a JSON text. Raises UserError for other texts, with a message that
+    begins with `name` and ends with `remedy`."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -218,8 +221,8 @@ def write_json(path, values):
 
 
 def shows_fields(kind: type) -> Callable[[Function], Function]:
-    """Returns a decorator: help() and editors show the fields of the dataclass `kind` in place of
-    **changes."""
+    """Returns a decorator that makes help() and editors show the fields of the dataclass `kind` in
+    place of **changes."""
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
         shown = {name: parameter for name, parameter in signature.parameters.items()
@@ -235,15 +238,15 @@ def shows_fields(kind: type) -> Callable[[Function], Function]:
 
 
 def ceil_div(a, b):
-    """Returns a / b of integers, rounded up."""
+    """Returns the quotient a / b of two integers, rounded up."""
     return -(-a // b)
 
 # -----------------------------------------------------------------------------
 # flags
 
 def config_block(script):
-    """Returns {flag: comment} of a script: the assignments between its first two rulers (lines of
-    dashes).
+    """Returns {flag: comment} of a script's flags. The flags are the assignments between the
+    script's first two rulers (lines of dashes).
 
     Raises UserError for a flag without a trailing comment, because --help prints the comments."""
     source = Path(script).read_text(encoding='utf-8')
@@ -259,17 +262,20 @@ def config_block(script):
 
 
 def read_flags(script, namespace, argv=None, *, ignored=()):
-    """Returns (flags, given): all flags of the script, {name: value}, and those that the user gave.
+    """Returns (flags; given), each {name: value}: all flags of the script; the flags that the user
+    gave.
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. A config file gives the flags that it assigns at its top
-    level, even if the value is the default. If it runs another file, by `from base import *` or
-    exec(open('base.py').read()), it also gives the flags that the other file changes.
+    level, even if the value is the default. A config file can run another file, by `from base
+    import *` or exec(open('base.py').read()). Then it also gives the flags that the other file
+    changes.
 
-    script: the path of the script. namespace: its globals(), which hold the defaults. argv: the
-    arguments, by default the command line's. ignored: names that are accepted without effect.
-    Raises UserError for an unknown name, a value of another type (an int is accepted as a float),
-    an int that is too large, and an argument that is neither --name=value nor a config file."""
+    script: the path of the script. namespace: the script's globals(), which hold the defaults.
+    argv: the arguments, by default those of the command line. ignored: names that are accepted
+    without effect. Raises UserError for an unknown name, a value of another type (an int is
+    accepted as a float), an int that is too large, and an argument that is neither --name=value nor
+    a config file."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
     defaults = {name: namespace[name] for name in comments}
@@ -307,7 +313,7 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
 
 def parse_flag(arg, defaults):
-    """Returns (name, value) of an argument --name=value. Raises UserError if it has no '='.
+    """Returns (name, value) of an argument --name=value. Raises UserError if `arg` has no '='.
 
     The value is a Python literal, or else a string. If the flag's default is a string, the value is
     the text as typed, so that --start=123 is a prompt."""
@@ -326,7 +332,8 @@ def parse_flag(arg, defaults):
 
 
 def is_on_command_line(name):
-    """Returns whether the command itself gives this flag; a config file does not count."""
+    """Returns whether the command line itself gives the flag `name`. A flag that only a config file
+    gives does not count."""
     return any(arg.startswith(f'--{name}=') for arg in sys.argv[1:])
 
 
@@ -334,7 +341,7 @@ def run_config_file(path, flags):
     """Runs a config file and returns the flags that it gives (see read_flags), {name: value}.
 
     flags: {name: value} of all flags so far, which the file may read. Raises UserError if the file
-    is missing, or fails."""
+    is missing or raises an exception."""
     kind, _, name = path.replace(os.sep, '/').partition('/')
     shipped = find_shipped(kind, name) if kind == 'config' else Path(path)
     if not Path(path).is_file() and shipped.is_file():
@@ -361,7 +368,8 @@ def run_config_file(path, flags):
 
 
 def meant_by(path, flags):
-    """Returns a hint for an argument that is no config file: ' (did you mean ...?)', or ''."""
+    """Returns a hint for an argument that names no config file, ' (did you mean ...?)', or '' if
+    there is none."""
     if os.path.isdir(os.path.join(path, 'ckpt')) and 'out_dir' in flags:
         return f' (did you mean --out_dir={path}?)'
     folders = [Path(path).parent]
@@ -537,11 +545,11 @@ NEEDS = {
 
 
 def is_read(script, name, flags):
-    """Returns whether something reads the flag `name` of this script: whether its condition in
-    NEEDS is met, or it has none.
+    """Returns whether something reads the flag `name` of this script. This is so if the flag has no
+    condition in NEEDS, or if its condition is met.
 
     flags: {name: value} of all flags, and of facts that the script knows. If the condition's
-    `switch` is not in `flags`, its value is not known yet, and the result is True."""
+    `switch` is not in `flags`, the value of the switch is not known yet, and the result is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
@@ -552,8 +560,9 @@ def is_read(script, name, flags):
 
 
 def check_needs(script, flags, given):
-    """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts it if its value is
-    off (0, '', False), or if the user has given, with any value, the flag that switches it on.
+    """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts such a flag if its
+    value is off (0, '', False), or if the user has also given, with any value, the flag in its
+    condition (the `switch`).
 
     flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""
@@ -575,8 +584,8 @@ def decays_learning_rate(flags):
 
 
 def rising_learning_rate(flags):
-    """Returns a warning if these training flags make the learning rate rise to min_lr instead of
-    falling to it, else ''."""
+    """Returns a warning if these training flags make the learning rate rise to min_lr (it should
+    fall), else ''."""
     highest = flags['learning_rate']
     lowest = flags['min_lr']
     if lowest <= highest or not decays_learning_rate(flags):
@@ -586,11 +595,11 @@ def rising_learning_rate(flags):
 
 
 def check_given(flags, given):
-    """Raises UserError if the user has given a min_lr that makes the learning rate rise, or, for a
-    run from scratch, a flag that nothing reads (check_needs).
+    """Raises UserError in two cases: the user has given a min_lr that makes the learning rate rise;
+    or the run starts from scratch, and the user has given a flag that nothing reads (check_needs).
 
-    flags: the flags of the run; of a resumed run, those in its checkpoint. given: the user's
-    own."""
+    flags: the flags of the run. For a resumed run, they come from its checkpoint. given: the flags
+    that the user gave."""
     # nanoGPT's default of min_lr may be above learning_rate, too: that is only a warning.
     if 'min_lr' in given:
         warning = rising_learning_rate(flags)
@@ -603,8 +612,9 @@ def check_given(flags, given):
 
 
 def check_source(flags, given):
-    """Raises UserError if init_from is not 'resume' but out_dir or checkpoint was given, which
-    would be ignored. flags: those of sampling, evaluation or export."""
+    """Raises UserError if init_from is not 'resume' but the user gave out_dir or checkpoint,
+    because both would be ignored. flags: the flags of sampling, evaluation or export. given: the
+    flags that the user gave."""
     # `base` is not here, because it is refused when the model is loaded
     ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:
@@ -652,8 +662,9 @@ def check_flags(flags):
 
 @functools.cache
 def read_ends(text):
-    """Reads the flag earlier_ends, such as '300:900,600:1000'. Returns {iteration before which the
-    schedule had this end: end}, in ascending order. Raises UserError for another text."""
+    """Reads the flag earlier_ends, such as '300:900,600:1000'. Returns {until: end}, in ascending
+    order: before iteration `until`, the schedule had this end. Raises UserError for a text of
+    another form or order."""
     if not re.fullmatch(r'(\d+:\d+(,\d+:\d+)*)?', text):
         raise UserError(f'earlier_ends is a list such as 300:900,600:1000, not {text}')
     pairs = [pair.split(':') for pair in text.split(',') if pair]
@@ -686,7 +697,7 @@ class Sampling:
     """The options for generating token ids.
 
     The controls (the names of CONTROLS) are off if they are None, except that a temperature of None
-    is 1. In jax_text, None means the default of the model's authors, see TextModel.defaults."""
+    is 1. In jax_text, None means the default of the model's authors (see TextModel.defaults)."""
     # how a token is drawn
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens, clamped to the vocabulary
@@ -725,8 +736,8 @@ class TextSampling(Sampling):
 
     @classmethod
     def from_flags(cls, flags):
-        """Returns the TextSampling of sample_jax.py's flags. A `stop` that begins with [ is a list
-        of texts in JSON; raises UserError if it is not."""
+        """Returns the TextSampling of sample_jax.py's flags. A `stop` that begins with [ must be a
+        list of texts in JSON. Raises UserError if such a `stop` is anything else."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {name: flags[name] for name in names if name in flags}
         if values['stop'].startswith('['):
@@ -746,8 +757,9 @@ def is_url(path):
 
 
 def is_in_bucket(flag, path):
-    """Returns whether a path is gs://bucket/folder. Raises UserError for any other URL, because
-    such paths cannot be used. flag: the name of the flag that gives the path."""
+    """Returns whether a path is gs://bucket/folder. Raises UserError for a URL that does not begin
+    with gs://, because this program cannot use it. flag: the name of the flag that gives the
+    path."""
     if not URL.match(str(path)):
         return False
     if str(path).startswith('gs://'):
@@ -763,8 +775,9 @@ def is_in_bucket(flag, path):
 
 
 def start_script():
-    """Prepares a script: errors end it as in exit_on_user_error; Ctrl-C ends it at once, until the
-    script sets its own handler; each printed line is written at once, also to a pipe or file."""
+    """Prepares a script. From then on, an error ends the script as in exit_on_user_error. Ctrl-C
+    ends the script at once, until the script sets its own handler. Each printed line is written at
+    once, also to a pipe or file."""
     sys.excepthook = exit_on_user_error
 
     # If the shell has closed an output (2>&-), open os.devnull in its place: else the next file
@@ -800,11 +813,12 @@ DISK_ERRORS = (
 
 
 def exit_on_user_error(kind, error, traceback):
-    """Ends the script, as a sys.excepthook. A UserError, a missing package, an error in DISK_ERRORS
-    or a lack of memory becomes one line on stderr and exit code 2, or 75 for a TryAgain.
+    """Ends the script. Serves as sys.excepthook. A UserError, a missing package, an error in
+    DISK_ERRORS, and a lack of memory each become one line on stderr. The exit code is 75 for a
+    TryAgain, else 2.
 
-    If the reader of stdout has closed it, as `head -1` does, or after Ctrl-C, the script ends
-    quietly. For the death of another process see exit_if_peer_died. Other errors print a
+    The script ends quietly after Ctrl-C, or if the reader of stdout has closed stdout, as `head -1`
+    does. For the death of another process see exit_if_peer_died. Any other error prints a
     traceback."""
     # Ctrl-C: the usual exit may crash while a thread of jax computes.
     if issubclass(kind, KeyboardInterrupt):
@@ -848,27 +862,29 @@ def missing_package(name):
 
 
 def require_package(name):
-    """Raises UserError if a package is missing, before the program imports it."""
+    """Raises UserError if the package `name` is missing. Is called before the program imports the
+    package."""
     if importlib.util.find_spec(name) is None:
         raise missing_package(name)
 
 
 def is_own_module(name):
-    """Returns whether a module belongs to this project. If it is missing, that is a bug, not a
-    missing package."""
+    """Returns whether a module belongs to this project. If a module of this project cannot be
+    imported, there is a bug, not a missing package."""
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 
 @atexit.register  # before the interpreter flushes stdout, which would fail with exit code 120
 def discard_unread_output():
     """Sends stdout and stderr to os.devnull if their readers have closed them. Returns whether the
-    reader of stdout has closed it."""
+    reader of stdout has closed stdout."""
     discard_if_unread(sys.stderr)
     return discard_if_unread(sys.stdout)
 
 
 def discard_if_unread(stream):
-    """Sends a stream to os.devnull if its reader has closed it. Returns whether that is so."""
+    """Sends a stream to os.devnull if the reader of the stream has closed it. Returns whether the
+    reader has closed the stream."""
     try:
         poll = select.poll()
         poll.register(stream, 0)  # errors only
@@ -881,12 +897,13 @@ def discard_if_unread(stream):
 
 
 def exit_before_others(code):
-    """Ends this process with this exit code, if it is one of several processes of JAX; else does
+    """Ends this process with exit code `code` if it is one of several processes of JAX; else does
     nothing.
 
-    A usual exit waits for the others, which may still run, and after 60 s JAX aborts all of them
-    (exit code 134). Process 0 first waits 3 s, so that other failing processes can print their
-    errors: JAX's coordination service ends with process 0, and then JAX aborts the others."""
+    The usual exit would wait for the other processes, which may still run, and after 60 s JAX would
+    abort all processes (exit code 134). Process 0 first waits 3 s, so that other failing processes
+    can print their errors. JAX's coordination service ends with process 0, and then JAX aborts the
+    other processes."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()
@@ -902,9 +919,9 @@ PEER_STATUS = r'(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOW
 
 
 def exit_if_peer_died(error):
-    """Ends this process at once, with one line on stderr and exit code PEER_DIED, if `error` is
-    caused by the death of another process; else does nothing. The usual exit (completing a
-    checkpoint, shutting down jax.distributed) would wait for the dead process."""
+    """Ends this process at once, with one line on stderr and exit code PEER_DIED, if the death of
+    another process has caused `error`; else does nothing. The usual exit, which completes a
+    checkpoint and shuts down jax.distributed, would wait for the dead process."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
 
     # The text of the error, and of the errors behind it.

@@ -49,17 +49,17 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     """Returns the TextModel of a run's out_dir, a Hugging Face folder or name ('gpt2',
     'owner/name'), or a ckpt.pt.
 
-    checkpoint: of a run, 'best' (lowest validation loss; the default) or 'latest'.
-    base: where the pretrained model of a LoRA run is now, if it has moved.
+    checkpoint: which checkpoint of a run, 'best' (lowest validation loss; the default) or 'latest'.
+    base: the new place of a LoRA run's pretrained model, if that model has moved.
     dataset: the folder under data/ whose meta.json describes the tokenizer of a ckpt.pt.
-    device, dtype: as in setup_jax_environment.
+    device, dtype: see setup_jax_environment.
     quantize: 'int8' or '' (off).
     tensor: the number of devices over which heads, MLP width and vocabulary are sharded. expert:
-    the number over which experts are sharded. With several processes, tensor * expert must be the
-    number of all devices.
+    the number of devices over which experts are sharded. With several processes, tensor * expert
+    must be the number of all devices.
 
-    Raises UserError for a source that is missing or damaged, and for options that do not fit it or
-    the devices."""
+    Raises UserError for a source that is missing or damaged, and for options that do not fit the
+    source or the devices."""
     # the first tensor * expert devices
     devices, dtype, reason = setup_jax_environment(device, dtype)
     clock = Stopwatch()
@@ -90,10 +90,10 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 
 
 def load_fitting_tokenizer(description, source, config):
-    """Returns the tokenizer that `description` describes, for the model of this config.
+    """Returns the tokenizer that `description` describes, limited to the vocabulary of `config`.
 
-    Raises UserError if the description is None (the message names `source`), or if the tokenizer
-    has more tokens than the model."""
+    Raises UserError if `description` is None (the message names `source`), or if the tokenizer has
+    more tokens than the model."""
     if description is None:
         raise UserError(f"{source} has a vocabulary of {config.vocab_size}, which is not GPT-2's: "
                         'put its tokenizer.json beside it, or name the data set that it was '
@@ -120,8 +120,8 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
     """Returns the LoadedModel of a source; see load.
 
     with_tokenizer: whether to read the tokenizer of pretrained weights. A caller with another
-    tokenizer passes False, because that of the weights may be unreadable. The checkpoint of a run
-    always describes its tokenizer."""
+    tokenizer passes False, because the tokenizer of the weights may be unreadable. For a run,
+    with_tokenizer has no effect, because a run's checkpoint always describes the tokenizer."""
     if is_run(source) or checkpoint:
         found = read_run(source, checkpoint, base, layout, dtype, quantize)
     elif base:
@@ -140,8 +140,8 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
 
 def read_run(source, checkpoint, base, layout, dtype, quantize):
-    """Returns the LoadedModel of a run. Its `warning` is not empty if the best checkpoint is taken
-    although there is a later one."""
+    """Returns the LoadedModel of a run. If the best checkpoint is taken and there is a later one,
+    the LoadedModel's `warning` says so."""
     # the checkpoint, as decoding reads it
     config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
     if lora:
@@ -165,8 +165,9 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
     is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
 
     def place(path, array):
-        """Returns one parameter in decoding's form on its devices, before the next one is read. So
-        a model that becomes int8 is never in memory as a whole in float32."""
+        """Returns one parameter on its devices, in the form that decoding reads. The next parameter
+        is read only after this, so that a model that becomes int8 is never in memory as a whole in
+        float32."""
         part = unflatten_dict({path: array})
         if is_one_cpu:
             # views: the device takes over kernels that the file stores [out, in]
@@ -188,8 +189,8 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
 class TextModel:
     """A model for texts.
 
-    Methods that continue texts take a TextSampling, its fields by name, as temperature=0, or both.
-    Fields by name override those of the TextSampling."""
+    Methods that continue texts take a TextSampling (sampling=...), fields of TextSampling by name
+    (temperature=0), or both. A field given by name overrides the field of `sampling`."""
     params: dict  # as decoding reads them
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: Any
@@ -216,13 +217,14 @@ class TextModel:
                  num_samples: int = 1, first_sample: int = 0,
                  prefix_cache: PrefixCache | None = None, **changes) -> list[str] | str:
         """Continues each text num_samples times, all in one batch. Returns a list with num_samples
-        results per text, in order: the text and its continuation. If `texts` is a single text and
-        num_samples is 1, returns a text, not a list.
+        results per text, in order. Each result is the text followed by a continuation. If `texts`
+        is a single text and num_samples is 1, returns a text, not a list.
 
         A continuation depends only on the text, the options and the index of the sample, not on the
-        batch: generate([text] * 8) gives eight equal texts, num_samples=8 different ones.
-        sampling, changes: a TextSampling, and fields of it by name, as max_new_tokens=100. For the
-        other parameters see Generation. Raises UserError for an invalid text or option."""
+        batch: generate([text] * 8) gives eight equal results, generate(text, num_samples=8) eight
+        different ones.
+        sampling: a TextSampling. changes: fields of TextSampling by name, as max_new_tokens=100.
+        For the other parameters see Generation. Raises UserError for an invalid text or option."""
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'generate')
         generation = Generation(
@@ -282,11 +284,11 @@ class TextModel:
 
         requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
         'first_sample': a number, and fields of TextSampling by name}. The next request is read only
-        when a row is free: if `requests` is a generator, it can use the answers so far.
-        sampling, changes: the options that a request does not set.
-        For a text, 'text' is the continuation that generate makes, without the prompt. For
-        messages, it is the answer that chat returns. Raises UserError as generate and chat do;
-        answers that were yielded before the error are complete."""
+        when a row is free, so that a generator of requests can use the answers so far.
+        sampling, changes: the values of options that a request does not set.
+        If a request is a text, the answer's 'text' is the continuation that generate makes, without
+        the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as
+        generate and chat do; answers that were yielded before the error are complete."""
         check_ranges({'batch_size': batch_size})
         from jax_apps.batching import Batch  # here, because a single text does not need it
         batch = Batch(batch_size)
@@ -309,7 +311,7 @@ class TextModel:
 
     def make_answer(self, number, request, sampling, batch):
         """Yields None after each chunk of the answer to a request of serve, then the answer, a
-        dict. number: the index of the request. batch: the Batch that decodes it."""
+        dict. number: the index of the request. batch: the Batch that decodes the answer."""
         if not isinstance(request, dict):
             request = {'prompt': request}
         names = [field.name for field in dataclasses.fields(TextSampling)]
@@ -333,13 +335,14 @@ class TextModel:
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple] | tuple:
-        """Returns (ids, their natural log-probabilities float32 [n]) for each text; for a text that
-        is not in a list, one such pair.
+        """Returns for each text the pair (ids of the scored tokens; their natural
+        log-probabilities, float32 [n]). For a text that is not in a list, returns one pair, not a
+        list.
 
-        Each text is scored after the token that begins a document, or, if the tokenizer has none,
-        the one that ends a document. If it has neither (characters), the text's first token is left
-        out. For the options see jax_generate.score. Raises UserError for a text of fewer than two
-        tokens."""
+        Each text is scored after the token that begins a document. If the tokenizer has no such
+        token, the text is scored after the token that ends a document. If the tokenizer has neither
+        (characters), the text's first token is left out. For the options see jax_generate.score.
+        Raises UserError for a text of fewer than two tokens."""
         # an item of one row for each text; all tokens but the first are scored
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'logprobs')
@@ -372,8 +375,8 @@ class TextModel:
 
     def hidden_states(self, text: str) -> np.ndarray:
         """Returns the input of the first layer and the output of each layer, float32 [n_layer + 1,
-        T, D]. The last one is taken after the final norm, as in transformers' output_hidden_states.
-        Text and errors are as in logits."""
+        T, D]. The output of the last layer is taken after the final norm, as in transformers'
+        output_hidden_states. Text and errors are as in logits."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'hidden_states')
 
@@ -384,8 +387,9 @@ class TextModel:
         return look_inside(self, self.encode(text), 'attention')
 
     def encode_document(self, text: str) -> list[int]:
-        """Returns the token ids of a text, after the token that begins a document, or, if the
-        tokenizer has none, the one that ends a document; after none if it has neither."""
+        """Returns the token ids of a text, preceded by the token that begins a document. If the
+        tokenizer has no such token, the token that ends a document precedes the text. If the
+        tokenizer has neither token, nothing precedes the text."""
         # a tokenizer may put the token there by itself
         ids = self.tokenizer.encode(text)
         start = self.tokenizer.start_token
@@ -396,10 +400,10 @@ class TextModel:
 
     def encode(self, prompt: str | list[dict[str, Any]], *, tools: list[dict] | None = None,
                chat_template_kwargs: dict[str, Any] | None = None) -> list[int]:
-        """Returns the token ids of a text; or those of the messages of a chat and of the beginning
-        of the next answer.
+        """Returns the token ids of a text. For the messages of a chat, returns the ids of the
+        messages and of the beginning of the next answer.
 
-        tools, chat_template_kwargs: as for chat.
+        tools, chat_template_kwargs: see chat.
         Raises UserError for an empty prompt, and for anything that the tokenizer or the chat
         template does not know."""
         # the chat template makes a text of messages, with all special tokens
@@ -478,15 +482,15 @@ def list_of_texts(texts, method):
 
 
 class Generation:
-    """A batch of prompts and their continuations so far. Iterating over it generates the next
-    chunk.
+    """A batch of prompts and their continuations so far. Each step of an iteration over a
+    Generation generates the next chunk.
 
     prompts: lists of token ids, each prompt num_samples times.
     texts: for each row, its prompt and its continuation so far, without the stop text and what
     follows it.
     stopped: for each row, whether its text has met a stop text.
     result: the GenerationResult.
-    laps: the seconds of each chunk; the first is the prefill and the first decode step."""
+    laps: the seconds of each chunk. The first chunk is the prefill and the first decode step."""
 
     def __init__(self, model: TextModel, prompts: list[list[int]], sampling: TextSampling, *,
                  num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
@@ -496,15 +500,15 @@ class Generation:
 
         sampling: a TextSampling. Controls that are None get the value of the model's
         generation_config.json, else of SAMPLING.
-        num_samples: the number of samples of each prompt, which differ. A prompt that is given
-        twice has the same samples twice.
+        num_samples: the number of different samples of each prompt. A prompt that is given twice
+        has the same samples twice.
         first_sample: the index of each prompt's first sample; the next samples have the next
-        indices. If num_samples is 1, it may be a list, one index for each prompt. A sample's random
-        numbers depend on the seed, the prompt and the index.
-        streaming: whether chunks are small, see choose_chunk.
-        prefix_cache, logprobs: as for jax_generate.generate_stream.
-        batch: a Batch (jax_apps/batching.py), for one prompt that is decoded in it together with
-        others."""
+        indices. If num_samples is 1, first_sample may be a list with one index for each prompt. A
+        sample's random numbers depend on the seed, the prompt and the index.
+        streaming: whether chunks are small (see choose_chunk).
+        prefix_cache, logprobs: see jax_generate.generate_stream.
+        batch: a Batch (jax_apps/batching.py), which decodes the only prompt of this Generation
+        together with the prompts of other Generations."""
         self.model = model
         self.batch = batch
         self.streaming = streaming
@@ -551,8 +555,9 @@ class Generation:
         self.decoder: Any = None  # a Decoder, or with a batch a Row, from begin() on
 
     def begin(self) -> None:
-        """Prepares the first chunk. With a batch, the row joins it; its prompt is read when the
-        batch goes on, together with those of other rows that have joined meanwhile."""
+        """Prepares the first chunk. If there is a batch, the row joins the batch. The row's prompt
+        is read when the batch goes on, together with the prompts of other rows that have joined
+        meanwhile."""
         with self.model.layout.mesh_context():
             decoder = self.start(reads=self.batch is None)
         self.decoder = decoder if self.batch is None else self.batch.join(decoder)
@@ -589,8 +594,9 @@ class Generation:
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and yields the first text in pieces: after each chunk, the new part that can
-        no longer change; at the end, the rest. with_prompt: whether the prompt is yielded, too."""
+        """Generates, and yields the text of the first row in pieces: after each chunk, the new part
+        that can no longer change; at the end, what is left. with_prompt: whether the prompt is
+        yielded, too."""
         # text that was shown cannot change; text that may still become a stop text is held back
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         longest_stop = max(map(len, self.stops), default=0)
@@ -651,7 +657,8 @@ class Generation:
         STREAM_CHUNK. (Several processes, whose clocks differ, always use STREAM_CHUNK.)
         Without streaming: if stop texts must be searched for, STOP_CHUNK, or an eighth of the
         tokens generated so far if that is more. This bounds both the tokens after the stop text and
-        the number of searches in a long text. Else all tokens."""
+        the number of searches in a long text. If no stop texts must be searched for,
+        max_new_tokens."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             if fastest < SLOW_TOKEN or jax.process_count() > 1:
@@ -664,8 +671,9 @@ class Generation:
 
     def read_texts(self):
         """Updates self.texts and self.stopped for the samples that have new tokens. A text is cut
-        before its stop text. If several are found, the one that ends first counts (of several that
-        end there, the longest). Stop texts that begin in the prompt are ignored."""
+        before its stop text. If several stop texts are found, the text is cut before the one that
+        ends first; if several end at the same place, before the longest. Stop texts that begin in
+        the prompt are ignored."""
         for i, length in enumerate(self.result.lengths.tolist()):
             # a row that has ended has no new tokens
             if length == self.n_read[i]:
@@ -688,7 +696,7 @@ class Generation:
 def token_of_letter(text, tokenizer):
     """Returns the id of the token whose text is the character `text`. Returns None if `text` is not
     one character; if no token, several tokens or a special token has this text; and if tokens may
-    be longer than a character, because another token could then contain it."""
+    be longer than a character, because another token could then contain the character."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):

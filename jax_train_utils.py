@@ -1,5 +1,5 @@
-"""The parts of training: schedule, optimizer, objectives, state, training and evaluation step, and
-the evaluation."""
+"""The parts of training: schedule, optimizer, objectives, state, training step, evaluation step and
+evaluation."""
 import dataclasses
 import importlib
 import math
@@ -27,8 +27,9 @@ DROPOUT = 1  # folded into the seed's key, so that dropout has its own numbers; 
 # schedule
 
 class Schedule(struct.PyTreeNode):
-    """The learning rate as a function of the number of updates made, schedule(n). Its float32
-    fields are arguments of the compiled step: a change of rate or length does not recompile it.
+    """The learning rate as a function of the number of updates made, schedule(n). The float32
+    fields are arguments of the compiled step, so that a change of rate or length does not recompile
+    the step.
 
     Compiled code rounds divisions by arguments and by constants differently. Therefore
     create_learning_rate_schedule computes all quotients beforehand, and the compiled code only
@@ -82,12 +83,13 @@ def create_learning_rate_schedule(learning_rate: float, *, decay_lr: bool = True
                                   min_lr: float = 0.0, lr_schedule: str = 'cosine') -> Schedule:
     """Makes a Schedule, a function of the number of updates that returns the learning rate.
 
-    It warms up linearly from learning_rate / (warmup_iters + 1) to learning_rate in warmup_iters
-    updates, follows nanoGPT's cosine to min_lr at lr_decay_iters, and is min_lr after that.
+    The rate warms up linearly from learning_rate / (warmup_iters + 1) to learning_rate in
+    warmup_iters updates, follows nanoGPT's cosine down to min_lr at lr_decay_iters updates, and
+    stays at min_lr.
     lr_schedule: 'linear' decays linearly instead; 'wsd' (warm-up, stable, decay; arXiv:2404.06395)
     decays linearly in the last fifth of the updates between warm-up and lr_decay_iters; 'constant'
     stays at learning_rate after the warm-up.
-    decay_lr: False keeps learning_rate throughout, without a warm-up.
+    decay_lr: False keeps the rate at learning_rate throughout, without a warm-up.
     Raises UserError for an unknown schedule or a decay that ends within the warm-up."""
     check_choice('lr_schedule', lr_schedule, SCHEDULES)
     decay_iters = lr_decay_iters - warmup_iters
@@ -137,7 +139,8 @@ GROUPS = {
 
 
 def group_of(path: tuple, p: Array) -> str:
-    """Returns the group of a parameter, a key of GROUPS, from its path in the tree and its rank."""
+    """Returns the group of a parameter, a key of GROUPS, from the parameter's path in the tree and
+    its number of dimensions."""
     name = path[-1].key
     if name == 'bias' or p.ndim < 2:
         return 'vector'
@@ -156,10 +159,11 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
     """Makes the optax optimizer: AdamW (arXiv:1711.05101), or Muon for the matrices of the blocks.
 
     schedule: a function of the number of updates made, which returns the learning rate.
-    beta1, beta2: AdamW's.
+    beta1, beta2: those of AdamW.
     weight_decay: applies to the groups with is_decayed in GROUPS, with both optimizers.
-    optimizer: 'adamw' for all parameters, or 'muon': Muon for the matrices of the blocks, at
-    AdamW's learning rate, and AdamW for the rest.
+    optimizer: 'adamw' is AdamW for all parameters. 'muon' is Muon for the matrices of the blocks
+    (groups with has_muon in GROUPS) and AdamW for all other parameters, both at the same learning
+    rate.
 
     The optimizer's update() accepts schedule=..., which replaces the `schedule` given here and may
     be an argument of the compiled step. The tree of the optimizer's state is part of the file
@@ -190,8 +194,8 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
 
 
 def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
-    """Makes optax.scale_by_learning_rate(default), but its update() accepts schedule=..., another
-    schedule, as an argument of the compiled step."""
+    """Makes optax.scale_by_learning_rate(default) with one addition: its update() accepts
+    schedule=..., which replaces `default` and may be an argument of the compiled step."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 
@@ -205,7 +209,7 @@ def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
 
 def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
     """Scales gradients down to a global norm of at most max_norm, as torch's clip_grad_norm_ does;
-    max_norm=0 does not clip. Returns (gradients, their norm before clipping)."""
+    max_norm=0 does not clip. Returns (clipped gradients; norm before clipping)."""
     norm = optax.tree.norm(grads)
     if max_norm:
         scale = jnp.minimum(1, max_norm / (norm + 1e-6))
@@ -220,15 +224,15 @@ def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
 class Objective:
     """The loss that a training step minimizes, and the sums that an evaluation measures.
 
-    The functions `means` and `sums` take (loss_BxT, batch): the model's loss of each token, and the
-    batch {'x', 'y' [B, T], ...}. They return {name: scalar}.
+    The functions `means` and `sums` take (loss_BxT; batch): the model's loss of each token; the
+    batch {'x', 'y' [B, T], ...}. Both return {name: scalar}.
     means: the means over the samples of a training batch. The step minimizes 'loss', and logs the
     names in `metrics`.
-    sums: the sums over those sequences of an evaluation's batch where is_row [B] is 1; where it is
-    0, they only fill up the last batch. A sample of several sequences counts once for each
-    sequence.
-    has_reference: whether the batch needs 'reference_loss' [B, T], the loss of each token by the
-    model without LoRA's updates and without dropout."""
+    sums: the sums over the sequences of an evaluation's batch for which is_row [B] is 1. Sequences
+    for which is_row is 0 only fill up the last batch. A sample of several sequences counts once for
+    each sequence.
+    has_reference: whether the batch needs 'reference_loss' [B, T]: the loss of each token, computed
+    with the model without LoRA's updates and without dropout."""
     means: Callable
     sums: Callable
     metrics: tuple[str, ...] = ('loss',)
@@ -237,19 +241,19 @@ class Objective:
 
 def language_model_means(loss_BxT: Array, batch: dict) -> dict:
     """Returns {'loss': the mean over all tokens}. If the batch has 'weight' [B, T], each token's
-    loss is first multiplied by its weight."""
+    loss is first multiplied by the token's weight."""
     if 'weight' in batch:
         loss_BxT = loss_BxT * batch['weight']
     return {'loss': loss_BxT.mean()}
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Returns {'loss': the sum over the sequences of their mean loss}.
+    """Returns {'loss': the sum over the sequences of each sequence's mean loss}.
 
-    If the batch has 'weight' [B, T], each token's loss is first multiplied by its weight, which is
-    0 in sequences that only fill up the batch. The array 'spelled' [B, T] has the same
-    weights, but 0 for tokens without bytes. If the batch has it, the result has 'spelled', too: the
-    sum with these weights."""
+    If the batch has 'weight' [B, T], each token's loss is first multiplied by the token's weight,
+    which is 0 in sequences that only fill up the batch. If the batch has 'spelled' [B, T] (the same
+    weights, but 0 for tokens without bytes), the result also has 'spelled', the sum with these
+    weights."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -263,13 +267,13 @@ language_model = Objective(language_model_means, language_model_sums)
 
 
 def dpo(beta: float) -> Objective:
-    """Makes the objective of DPO (arXiv:2305.18290), for pairs of answers: sequences 2 p and 2 p +
-    1 of a batch are the chosen and the rejected answer of pair p.
+    """Makes the objective of DPO (arXiv:2305.18290), for pairs of answers: sequence 2 p of a batch
+    is the chosen answer of pair p, and sequence 2 p + 1 the rejected answer.
 
-    The gain of an answer is its log probability minus its log probability by the reference, which
-    is the model without LoRA's updates. The margin of a pair is beta * (gain of the chosen answer -
-    gain of the rejected one). The loss is -log sigmoid(margin). accuracy is 1 where the margin is
-    positive, and 1/2 where it is 0, as in all pairs before the first update."""
+    The gain of an answer is its log probability by the model minus its log probability by the
+    reference, the model without LoRA's updates. The margin of a pair is beta * (gain of the chosen
+    answer - gain of the rejected answer). The loss is -log sigmoid(margin). accuracy is 1 where the
+    margin is positive, and 1/2 where it is 0, as in all pairs before the first update."""
     def terms(loss_BxT, batch):
         gain_BxT = (batch['reference_loss'] - loss_BxT) * batch['weight']
         gain_Px2 = gain_BxT.sum(-1).reshape(-1, 2)
@@ -304,7 +308,8 @@ class TrainState(train_state.TrainState):
     schedule: Schedule | None = None
 
     def weight_sets(self) -> dict[str, dict]:
-        """Returns {name: tree} of the sets of weights that this state has, see WEIGHTS."""
+        """Returns {name: tree} of the sets of weights that this state has, in the order of
+        WEIGHTS."""
         sets = {name: getattr(self, name) for name in WEIGHTS}
         return {name: tree for name, tree in sets.items() if tree is not None}
 
@@ -319,9 +324,9 @@ def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransfor
     """Returns a TrainState with newly initialized float32 parameters and the state of the optax
     optimizer `tx` for them.
 
-    lora_rank: if it is not 0, the parameters are LoRA's updates of this rank, see create_updates,
-    and load_frozen fills in `frozen`. Call this function under jit then: it uses only the shapes of
-    the model's own parameters, so that XLA does not compute them."""
+    lora_rank: if it is not 0, the parameters are LoRA's updates of this rank (see create_updates),
+    and load_frozen fills in `frozen`. Call this function under jit in that case: only the shapes of
+    the model's own parameters are used, so that XLA does not compute these parameters."""
     model = GPT(config)
     params = init_params(rng, config)
     if lora_rank:
@@ -339,9 +344,9 @@ def initial_loss_scale() -> dict:
 
 
 def create_updates(rng: Array, params: dict, rank: int) -> dict:
-    """Returns LoRA's updates, {'a': [I, rank], 'b': [rank, O]} for every kernel [I, O] of attention
-    and MLPs, but not of routers or experts. a is random and b zero, so that the first forward pass
-    equals the base's."""
+    """Returns LoRA's updates: {'a': [I, rank], 'b': [rank, O]} for every kernel [I, O] of attention
+    and MLPs, but none for routers and experts. a is random and b is zero, so that the first forward
+    pass gives the same as the base model."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
@@ -353,8 +358,8 @@ def create_updates(rng: Array, params: dict, rank: int) -> dict:
 
 
 def model_params(params: dict, frozen: dict) -> dict:
-    """Returns the parameters of the model: the `frozen` of a TrainState, joined with LoRA's updates
-    `params`. A kernel that has updates becomes a LowRank."""
+    """Returns the parameters of the model: the weights in `frozen` (of a TrainState), joined with
+    LoRA's updates `params`. A kernel that has updates becomes a LowRank."""
     def join(weights, updates):
         if updates.keys() == {'a', 'b'}:
             return LowRank(weights, **updates, scale=frozen['scale'])
@@ -373,8 +378,8 @@ def base_params(params: dict) -> dict:
 
 
 def count_frozen(frozen: dict | None) -> int:
-    """Counts the parameters of LoRA's base, as count_params does, without scales of int8. Returns 0
-    if `frozen` is None: there is no LoRA."""
+    """Counts the parameters of LoRA's base model as count_params does, without the scales of int8.
+    Returns 0 if `frozen` is None, that is, without LoRA."""
     return count_params(without_scales(frozen['weights'])) if frozen else 0
 
 
@@ -385,19 +390,19 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
                     grad_clip: float, loss_chunk: int = 0, ema: float = 0.0) -> Callable:
     """Makes train_step(state, batch) -> (state, metrics), for layout.jit_step.
 
-    layout: the Layout of setup_distributed_training. seed: dropout's; the mask in a layer depends
-    only on (seed, seq_id), not on devices or micro-batches. grad_clip: see clip_gradients.
-    loss_chunk: materialize the logits of this many positions at a time; 0 is all. ema: the decay of
-    state.ema, see running_mean.
+    layout: the Layout of setup_distributed_training. seed: the seed of dropout. The dropout mask in
+    a layer depends only on (seed, seq_id), not on devices or micro-batches. grad_clip: see
+    clip_gradients. loss_chunk: the number of positions whose logits are materialized at a time; 0
+    is all. ema: the decay of state.ema (see running_mean).
 
-    batch: M micro-batches, averaged into one update. It has x and y [M, B, T]; seq_id [M, B], the
-    indices of the sequences in the run; and weight, start and padding [M, B, T] if the data has
-    them.
-    metrics: float32 scalars. The objective's metrics and 'balance' (with a load-balancing loss of
-    experts) are means over micro-batches and devices. The others are grad_norm (before clipping),
+    batch: M micro-batches, averaged into one update. The batch has x and y [M, B, T]; seq_id [M,
+    B], the indices of the sequences in the run; and, if the data has them, weight, start and
+    padding [M, B, T].
+    metrics: float32 scalars. Means over micro-batches and devices: the objective's metrics, and
+    'balance' if there is a load-balancing loss of experts. Not means: grad_norm (before clipping),
     lr, and, in float16, loss_scale. A metric that you add here is logged without more code.
 
-    Raises UserError if a loss_chunk below block_size does not divide it."""
+    Raises UserError if loss_chunk is below block_size and does not divide block_size."""
     # with pmap or zero=1, all_reduced adds the reduction over the devices; else it returns
     # sum_gradients itself
     sum_gradients = make_gradients(config, objective, layout, seed, loss_chunk)
@@ -448,9 +453,9 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
 
 
 def running_mean(means: dict, params: dict, decay: float, n_updates: Array) -> dict:
-    """Returns the next running mean of the weights, decay * mean + (1 - decay) * params. After
-    n_updates = n updates the decay is at most (1 + n) / (10 + n). So the first updates count more,
-    and the initial weights are soon forgotten."""
+    """Returns the next running mean of the weights, decay * mean + (1 - decay) * params. The decay
+    is at most (1 + n) / (10 + n) after n = n_updates updates. So the first updates count more, and
+    the initial weights are soon forgotten."""
     n = n_updates.astype(jnp.float32)
     share = jnp.minimum(decay, (1 + n) / (10 + n))
     return jax.tree.map(lambda mean, p: share * mean + (1 - share) * p, means, params)
@@ -458,9 +463,9 @@ def running_mean(means: dict, params: dict, decay: float, n_updates: Array) -> d
 
 def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed: int,
                    loss_chunk: int) -> Callable:
-    """Makes sum_gradients(params, frozen, batch, scale) -> (gradients, metrics), each the sum over
-    the micro-batches of a batch; see make_train_step. The loss, and so the gradients, are
-    multiplied by `scale`. Raises UserError if a loss_chunk below block_size does not divide it."""
+    """Makes sum_gradients(params, frozen, batch, scale) -> (gradients; metrics), each summed over
+    the micro-batches of a batch; see make_train_step. `scale` multiplies the loss, and so the
+    gradients. Raises UserError if loss_chunk is below block_size and does not divide block_size."""
     if 0 < loss_chunk < config.block_size and config.block_size % loss_chunk:
         divisors = [n for n in range(1, config.block_size) if config.block_size % n == 0]
         raise UserError(f'loss_chunk={loss_chunk} does not divide block_size={config.block_size}; '
@@ -490,7 +495,7 @@ def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed
         return shard_params(grads, over_replicas=layout.zero == 2), metrics
 
     def loss_fn(params, frozen, micro_batch, scale):
-        """Returns (the loss times scale, the metrics) of a micro-batch."""
+        """Returns (loss times scale; metrics) of a micro-batch."""
         if frozen:
             params = model_params(params, frozen)
         dropout_key = jax.random.fold_in(jax.random.key(seed), DROPOUT)
@@ -522,8 +527,8 @@ def skip_overflow(state: TrainState, updated: TrainState, grad_norm: Array) -> T
     """Skips an update that overflows, and adapts the loss scale of float16, as torch.amp.GradScaler
     does.
 
-    Returns `updated`; but if grad_norm is not finite, `state` with half of its loss scale. 2000
-    good updates in a row double the scale. state.step counts only the updates made."""
+    Returns `updated` if grad_norm is finite. If not, returns `state` with half of its loss scale.
+    2000 good updates in a row double the scale. state.step counts only the updates made."""
     is_finite = jnp.isfinite(grad_norm)
     chosen = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state)
     good_steps = jnp.where(is_finite, state.loss_scale['good_steps'] + 1, 0)
@@ -546,10 +551,10 @@ def all_finite(tree: Any) -> Array:
 def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
                    loss_chunk: int = 0) -> Callable:
     """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
-    layout.jit_eval_step; see Objective. loss_chunk: as in make_train_step.
+    layout.jit_eval_step; see Objective. loss_chunk: see make_train_step.
 
-    batch: x and y [B, T]; is_row [B], 0 for sequences that do not count; and the objective's other
-    arrays."""
+    batch: x and y [B, T]; is_row [B], 0 for sequences that do not count; and the other arrays that
+    the objective reads."""
     def eval_step(params, batch):
         loss_BxT = token_losses(config, loss_chunk, batch, params)
         if objective.has_reference:
@@ -566,20 +571,21 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
 def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: Layout, *,
                       batch_size: int, eval_iters: int, token_bytes: np.ndarray | None = None,
                       stop_signal: Callable = lambda: 0) -> dict | None:
-    """Evaluates the model with these parameters on the sources in `splits`. Returns {'train':
-    {'loss': loss}, 'val': {'loss': loss}}, each the mean over eval_iters * batch_size sequences.
+    """Evaluates the model with the parameters `params` on the sources in `splits`. Returns
+    {'train': {'loss': loss}, 'val': {'loss': loss}}. Each loss is the mean over eval_iters *
+    batch_size sequences.
 
     The sequences are the same at every evaluation, for any seed and number of devices, so that
     curves can be compared. If a source has a mask, the mean is over the tokens that count. The
-    objective's other metrics stand beside the loss.
+    other metrics of the objective stand beside 'loss'.
 
     eval_step: layout.jit_eval_step(make_eval_step(...)), which evaluates batch_size sequences per
-    device and call. splits: {'train': source, 'val': source}; a source is a class of sources.py,
-    not Mixture.
-    token_bytes: number of bytes of each token id. If given, 'bpb' is the bits per byte of the
-    tokens that count and have bytes; pairs have none.
-    stop_signal: a function that returns a number, the same in all processes. If it returns another
-    than 0, the evaluation ends and returns None.
+    device and call. splits: {'train': source, 'val': source}; a source is an object of a class of
+    sources.py other than Mixture.
+    token_bytes: number of bytes of each token id. If given, the results have 'bpb', the bits per
+    byte of the tokens that count and have bytes, except for pairs.
+    stop_signal: a function that returns a number, the same in all processes. Once this number is
+    not 0, the evaluation ends and returns None.
     Raises UserError if no token counts, and for a token id outside the vocabulary."""
     results = {}
     stop = 0
@@ -619,12 +625,12 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
 
 def estimate_losses(state: TrainState, eval_step: Callable, sets: list, layout: Layout,
                     **options: Any) -> dict | None:
-    """Evaluates the model of a TrainState (its `weights`) on a list of DataSets, as
-    estimate_loss_jax does on splits.
+    """Evaluates the model of a TrainState (its `weights`) on the DataSets in `sets`. For one set,
+    returns what estimate_loss_jax returns.
 
-    Of several sets it returns the means, weighted by their fractions, and also 'val_NAME', the
-    validation losses of the set NAME. Returns None once stop_signal() is not 0. options: those of
-    estimate_loss_jax."""
+    For several sets, returns the means weighted by the sets' fractions, and also 'val_NAME', the
+    validation results of the set NAME. Returns None once stop_signal() is not 0. options: options
+    of estimate_loss_jax."""
     params = state.weights
     if state.frozen:
         params = model_params(params, state.frozen)

@@ -192,8 +192,9 @@ with contextlib.ExitStack() as at_end:
     def make_batch(iter_num: int) -> dict[str, jax.Array] | None:
         """Draws the sequences of one iteration onto the devices. Returns None if no token counts.
 
-        They are sequences iter_num * n_rows to (iter_num + 1) * n_rows - 1 of the run's endless
-        shuffled stream, so that (seed, iter_num) alone determine the position in the data."""
+        The sequences have the numbers iter_num * n_rows to (iter_num + 1) * n_rows - 1 in the run's
+        endless shuffled stream, so that (seed, iter_num) alone determine the position in the
+        data."""
         n_rows = cfg.gradient_accumulation_steps * cfg.batch_size
         numbers = iter_num * n_rows + np.arange(n_rows)
         here = layout.local_rows(n_rows)  # the rows that this process loads
@@ -204,8 +205,9 @@ with contextlib.ExitStack() as at_end:
         return layout.shard_batch(batch, (n_micro, micro_batch))
 
     def agree_on_signal() -> int | jax.Array:
-        """Returns the signal that stops all processes, 0 for none. With several processes, the
-        result is an array on their devices, and int(result) waits for all processes."""
+        """Returns the number of the signal that stops all processes, or 0 if there is none. With
+        several processes, the result is an array on the devices, and int(result) waits for all
+        processes."""
         return layout.max_over_processes(stop.signum)
 
     # evaluate(state) -> {'train': {'loss', ...}, 'val': ...}, or None if a signal comes

@@ -1,15 +1,15 @@
 """Decodes several answers together, although each begins and ends at its own time.
 
-A Generation of one row uses a Decoder. With a Batch it uses a Row instead, which is asked for
-tokens in the same way. The callers of all rows take turns, in one thread. A row that is alone is
-decoded by its own Decoder. Several rows are decoded by one Decoder: the first caller that asks for
-more tokens decodes a chunk for all rows, and the other callers then find their tokens ready. So a
-row joins and leaves between two chunks, and nobody waits for the end of another answer.
+A Generation of one row uses a Decoder. A Generation with a Batch uses a Row instead, and asks the
+Row for tokens in the same way. The callers of all rows take turns, in one thread. A row that is
+alone is decoded by its own Decoder. Several rows are decoded by one Decoder: the first caller that
+asks for more tokens decodes a chunk for all rows, and the other callers then find their tokens
+ready. So a row joins and leaves between two chunks, and nobody waits for the end of another answer.
 
-The text of a row does not depend on the other rows: it has its own random numbers (jax_text.py) and
-its own sampling controls (stack_controls). With the same number of rows and of slots of the KV
-cache its logits have the same bits, whatever the other rows are. Another number of either changes
-them by rounding."""
+The text of a row does not depend on the other rows, because each row has its own random numbers
+(jax_text.py) and its own sampling controls (stack_controls). As long as the number of rows and the
+number of slots of the KV cache stay the same, the row's logits have the same bits, whatever the
+other rows are. If one of these numbers changes, the logits change by rounding."""
 import collections
 import functools
 import math
@@ -45,8 +45,9 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Adds tokens to the row and returns the GenerationResult so far. It has at most n_new
-        more tokens than the last one, unless the batch has decoded more for the row already."""
+        """Adds tokens to the row and returns the GenerationResult so far. The result has at most
+        n_new more tokens than the previous result, unless the batch has already decoded more for
+        the row."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated
@@ -75,16 +76,16 @@ class Row:
 
     @property
     def is_shared(self):
-        """Whether the row can be decoded together with others: it has not ended, and it fits into a
-        KV cache. With learned position embeddings, a row longer than block_size has no cache, and
-        gains nothing by sharing."""
+        """Whether the row can be decoded together with other rows. This is so if the row has not
+        ended and fits into a KV cache. With learned position embeddings, a row longer than
+        block_size has no cache, and gains nothing by sharing."""
         is_done = bool(np.asarray(self.decoder.state.done_B)[0])
         has_room = self.n_generated < self.decoder.sampling.max_new_tokens
         return not is_done and has_room and self.length <= self.decoder.max_cached
 
     def end_of_chunk(self, n_new):
-        """Returns how many tokens the row has generated in all after a chunk of n_new tokens. The
-        chunk is shorter if the row reaches max_new_tokens or the end of the cache."""
+        """Returns how many tokens the row will have generated in all after a chunk of n_new tokens.
+        The chunk is shorter if the row reaches max_new_tokens or the end of the cache."""
         n_prompt = self.length - self.n_generated
         return min(self.n_generated + n_new, self.decoder.sampling.max_new_tokens,
                    self.decoder.max_cached + 1 - n_prompt)
@@ -99,10 +100,10 @@ class Batch:
     """Decodes the rows of several answers together.
 
     n_rows: the number of rows that each step computes, even if fewer are being decoded. A row then
-    gets the same bits however many other rows there are. With 0, each step computes as many rows as
-    are being decoded, rounded up to a power of two; after rows have left, it may compute more
-    for a while. With 0 or 1, a single row is decoded by its own Decoder, as without a batch: the
-    program has one row, and may use drafts."""
+    gets the same bits however many other rows there are. With n_rows=0, each step computes as many
+    rows as are being decoded, rounded up to a power of two; after rows have left, a step may
+    compute more rows for a while. With n_rows of 0 or 1, a row that is alone is decoded by its own
+    Decoder, as without a Batch. The compiled program then has one row, and may use drafts."""
 
     def __init__(self, n_rows=0):
         self.n_rows = n_rows
@@ -112,8 +113,8 @@ class Batch:
         self.fastest = math.inf  # seconds of a step with this number of places
 
     def join(self, decoder):
-        """Returns a Row for a Decoder of one row. Its prompt may be unread. Raises UserError if it
-        cannot be decoded together with the present rows."""
+        """Adds a Decoder of one row to the batch, and returns its Row. The row's prompt may be
+        unread. Raises UserError if the row cannot be decoded together with the present rows."""
         row = Row(self, decoder)
         if self.rows and self.rows[0].kind != row.kind:
             raise UserError('answers that are made together need the same cache_dtype, drafts and '
@@ -123,8 +124,9 @@ class Batch:
 
     def advance(self, row, n_new):
         """Returns the GenerationResult of a Row after it has got more tokens. A row that its own
-        Decoder decodes gets up to n_new. Another row gets the tokens that its caller has not seen
-        yet; if there are none, a chunk is decoded for all rows that share the batch."""
+        Decoder decodes gets up to n_new tokens. Any other row gets the tokens that its caller has
+        not seen yet. If there are no such tokens, a chunk is decoded first, for all rows that share
+        the batch."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         self.read_prompts()
@@ -139,8 +141,9 @@ class Batch:
 
     def read_prompts(self):
         """Prefills the KV caches of the rows that have joined since the last call. Prompts of
-        similar length are computed together, except those with a prefix in a PrefixCache. With
-        n_rows each is computed alone, because the bits of a row must not depend on the others."""
+        similar length are computed together, except those with a prefix in a PrefixCache. If n_rows
+        is set, each prompt is computed alone, because the bits of a row must not depend on the
+        other rows."""
         groups = collections.defaultdict(list)
         for i, row in enumerate(self.rows):
             unread = row.decoder.unread
@@ -156,8 +159,8 @@ class Batch:
                 read_together(decoders)
 
     def leave(self, row):
-        """Removes a Row and frees its place. Gives the row's cache back to its PrefixCache, if it
-        has one."""
+        """Removes a Row and frees its place. If the row has a PrefixCache, gives the row's KV cache
+        back to the PrefixCache."""
         if row not in self.rows:
             return
         if row.decoder.prefix_cache is not None:
@@ -228,8 +231,8 @@ class Batch:
             [row and row.decoder.controls for row in self.places])
 
     def start(self, decoder, n_places, n_columns):
-        """Makes the Decoder of the batch, with the options of `decoder`. It has n_places free
-        places for rows, each with room for n_columns tokens."""
+        """Makes the Decoder of the batch, with the options of `decoder`. The new Decoder has
+        n_places free places for rows, each with space for n_columns tokens."""
         state = create_decode_state(
             np.zeros((n_places, 1), np.int32), np.ones(n_places, np.int32),
             jnp.broadcast_to(decoder.state.key_B, n_places), n_columns, logprobs=True)
@@ -241,7 +244,7 @@ class Batch:
         self.fastest = math.inf
 
     def resize(self, n_places, n_columns):
-        """Copies the placed rows to a state with n_places rows, each with room for n_columns
+        """Copies the placed rows to a state with n_places rows, each with space for n_columns
         tokens."""
         placed = [row for row in self.places if row]
         old_places = [row.place for row in placed]
@@ -275,8 +278,8 @@ class Batch:
         decoder.state = decoder.state.replace(cache=None)
 
     def take_out(self, row):
-        """Takes a row out of the batch, if it has a place: its own Decoder gets its whole state
-        back."""
+        """Takes away a row's place in the batch, if the row has one. The row's own Decoder gets the
+        row's whole state back."""
         if row.place is None:
             return
         decoder = row.decoder
@@ -288,8 +291,8 @@ class Batch:
 
 
 def read_together(decoders):
-    """Prefills the KV caches of several Decoders, each of one row with an unread prompt, in one
-    batch. The batch is filled up to a power of two with copies of the first row."""
+    """Prefills the KV caches of several Decoders in one batch. Each Decoder has one row with an
+    unread prompt. The batch is filled up to a power of two with copies of the first row."""
     first = decoders[0]
     prompts = [decoder.unread.tokens_BxT[0, :decoder.unread.length_B[0]] for decoder in decoders]
     rows = filled(prompts, power_of_two(len(prompts)))
@@ -316,8 +319,8 @@ def take_row(cache, place):
 
 @functools.partial(jax.jit, donate_argnames='state')
 def put_row(state, row, place):
-    """Returns `state` with the DecodeState `row`, of one row, at index `place`. `row` may have
-    fewer columns and slots. `state` is donated."""
+    """Returns `state` with the DecodeState `row`, which has one row, at index `place`. `row` may
+    have fewer columns and slots than `state`. `state` is donated."""
     def put(x_B, x_1):
         if x_B.ndim == 0:  # counts of all steps
             return x_B

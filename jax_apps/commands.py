@@ -33,8 +33,8 @@ def plot():
 
 
 def prepare():
-    """Prepares the data set NAME, the command's first argument, in --out_dir, by default in
-    data/NAME of the current folder. Raises UserError for an unknown NAME."""
+    """Prepares the data set NAME, the command's first argument. Writes it into --out_dir, by
+    default data/NAME in the current folder. Raises UserError for an unknown NAME."""
     start_script()
     name, *arguments = sys.argv[1:] or ['']
     script = find_shipped('data', os.path.join(name, 'prepare.py'))

@@ -1,11 +1,11 @@
 """Serves a page to talk to a model, and OpenAI's API: sample_jax.py --serve=8000.
 
 There are two kinds of threads. Each connection has a thread, in which a Handler reads the request,
-puts it into the queue as a Job, and writes the answer. The main thread has the model and makes the
-answers (Server.run), because the time limit of a chat template works only there. Answers take
-turns, a chunk each; answers of one row are decoded together (batching.py). The main thread puts
-pieces of an answer into the queue of its Job, and checks before each piece whether the client is
-still there.
+puts the request into the queue as a Job, and writes the answer. The main thread has the model and
+makes the answers (Server.run), because the time limit of a chat template works only in the main
+thread. Answers take turns: in each turn, one answer gets its next chunk of tokens. Answers to
+requests of one row are decoded together (batching.py). The main thread puts the pieces of an answer
+into the queue of its Job, and checks before each piece whether the client is still connected.
 
 Standard library only; JAX and the model are behind jax_text. Limits: docs/models.md#serve"""
 import collections
@@ -90,8 +90,8 @@ OFF_AT_MINUS_1 = ('top_k', 'seed')
 
 
 def read_field(body, name, *kinds):
-    """Returns a field of a request, None if it is not given. Raises Refusal unless its type is one
-    of `kinds`; true is not taken for a number."""
+    """Returns a field of a request, or None if the request lacks the field. Raises Refusal if the
+    type of the value is not one of `kinds`. A bool does not count as a number."""
     value = body.get(name)
     if value is not None and type(value) not in kinds:
         names = ' or '.join(kind.__name__ for kind in kinds)
@@ -100,9 +100,9 @@ def read_field(body, name, *kinds):
 
 
 def read_sampling(body, sampling):
-    """Returns the TextSampling that a request asks for. `sampling` has the values of fields that
-    the request lacks, and limits the length of an answer. Raises Refusal for fields that are not
-    supported or out of range."""
+    """Returns the TextSampling that a request asks for. `sampling` has the values of the fields
+    that the request lacks; its max_new_tokens is the upper limit for the length of an answer.
+    Raises Refusal for fields that are not supported or out of range."""
     for name, off in UNSUPPORTED.items():
         if body.get(name) not in (None, off):
             raise Refusal(400, f'{name} is not supported here', name)
@@ -146,7 +146,7 @@ def read_sampling(body, sampling):
 
 
 class End(NamedTuple):
-    """What is known of a row of an answer at its end."""
+    """What is known of one row of an answer when that row has ended."""
     text: str  # all of it
     finish_reason: str  # 'stop' or 'length'
     n_prompt: int  # tokens
@@ -155,8 +155,8 @@ class End(NamedTuple):
 
 
 def read_prompts(body, is_chat):
-    """Returns the prompts of a request, a list: for a chat one prompt, its list of messages; else
-    texts or lists of token ids. Raises Refusal for anything else."""
+    """Returns the list of a request's prompts. A chat has one prompt, its list of messages.
+    Otherwise each prompt is a text or a list of token ids. Raises Refusal for anything else."""
     name, kinds = ('messages', [list]) if is_chat else ('prompt', [str, list])
     prompt = read_field(body, name, *kinds)
     if prompt is None:
@@ -179,7 +179,7 @@ class Job:
     the answer on its way back."""
 
     def __init__(self, connection, is_chat, body, server):
-        """Reads and checks the body of the request. Raises Refusal."""
+        """Reads and checks the body of the request. Raises Refusal for an invalid body."""
         self.connection = connection
         self.is_chat = is_chat
         self.model = server.name
@@ -234,9 +234,9 @@ class Job:
             return True
 
     def pieces(self):
-        """Yields the pieces of the answer as they are made, and '' whenever none has come for
-        WAITING seconds. Finally sets `ends`, a list of Ends; it stays None if the client has gone.
-        Raises the Refusal that ends an answer."""
+        """Yields the pieces of the answer as they are made, and '' whenever WAITING seconds pass
+        without a piece. At the end sets `ends` to the list of Ends; if the client has gone, `ends`
+        stays None. If the answer fails, raises the Refusal that says why."""
         while True:
             try:
                 event = self.events.get(timeout=WAITING)
@@ -255,9 +255,9 @@ class Job:
     # OpenAI's forms
 
     def describe(self, text=None, *, is_first=False, is_chunk=False):
-        """Returns the whole answer, or with is_chunk a piece of a stream, as OpenAI's API has it.
-        text: the piece; None for all of the answer. is_first: whether it is the first piece, which
-        names the role. Once the answer has ended, the result says how."""
+        """Returns the whole answer, or, if is_chunk, one piece of a stream, in the form of OpenAI's
+        API. text: the piece; None for the whole answer. is_first: whether the piece is the first
+        one, which names the role. Once the answer has ended, the result has the finish_reason."""
         rows = self.ends or [None]
         choices = []
         for index, end in enumerate(rows):
@@ -281,7 +281,7 @@ class Job:
                 'created': self.created, 'model': self.model, 'choices': choices}
 
     def usage(self):
-        """Returns the numbers of tokens; a prompt counts once, whatever n is."""
+        """Returns the numbers of tokens. The tokens of each prompt count once, whatever n is."""
         n_prompt = sum(end.n_prompt for end in self.ends[::self.n])
         n_new = sum(end.n_new for end in self.ends)
         return {'prompt_tokens': n_prompt, 'completion_tokens': n_new,
@@ -292,17 +292,17 @@ class Job:
 # the main thread: the queue, and the model
 
 class Server(ThreadingHTTPServer):
-    """Listens from the beginning, and answers in run()."""
+    """Listens as soon as it is made, and answers requests in run()."""
     daemon_threads = True  # an answer under way does not keep the process
     request_queue_size = CONNECTIONS
 
     def __init__(self, host, port, n_queued=QUEUED, allow='', batch_size=BATCH_SIZE):
         """Opens the address, but answers nothing before run().
 
-        allow: a list with commas: names of hosts by which requests may address this server, and
-        origins (http://...) of pages that may send requests. n_queued: how many requests may wait.
-        batch_size: how many answers are made at a time. Raises UserError for an address on which it
-        cannot listen."""
+        allow: a text of parts separated by commas. A part is a host name by which requests may
+        address this server, or the origin (http://...) of pages that may send requests. n_queued:
+        how many requests may wait. batch_size: how many answers are made at a time. Raises
+        UserError if the server cannot listen on the address."""
         self.host = host
         allowed = [part.strip().lower().rstrip('/') for part in allow.split(',') if part.strip()]
         self.allowed_names = [part for part in allowed if '://' not in part]
@@ -328,9 +328,10 @@ class Server(ThreadingHTTPServer):
     def run(self, model, sampling, system=(), name='model'):
         """Answers requests until stop(), or until an exception such as KeyboardInterrupt.
 
-        model: a TextModel. sampling: a TextSampling for fields that a request lacks; no answer has
-        more tokens than its max_new_tokens. system: messages in front of a chat without a system
-        message. name: the model's name in the API."""
+        model: a TextModel. sampling: a TextSampling with the values of fields that a request lacks.
+        No answer has more tokens than sampling.max_new_tokens. system: messages that are put in
+        front of a chat which does not begin with a system message. name: the model's name in the
+        API."""
         self.model = model
         self.sampling = sampling
         self.system = list(system)
@@ -348,8 +349,9 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes a chunk of each answer in turn, until stop(). New answers begin before the others
-        go on, all that wait at once, so that their prompts are read together."""
+        """Makes one chunk of each answer in turn, until stop() is called and the answers under way
+        have ended. Before an answer under way goes on, all waiting requests begin (up to batch_size
+        answers in all), so that the prompts of the new answers are read together."""
         answers = collections.deque()
         while answers or not self.is_ending:
             new = []
@@ -367,7 +369,8 @@ class Server(ThreadingHTTPServer):
                     answers.append(answer)
 
     def stop(self):
-        """Makes run() end after the answers under way. Called from another thread."""
+        """Makes run() return once the answers under way have ended. Is called from another
+        thread."""
         with self.changed:
             self.is_ending = True
             self.changed.notify()
@@ -386,8 +389,9 @@ class Server(ThreadingHTTPServer):
             self.changed.notify()
 
     def next_job(self, waits):
-        """Takes the first Job that can begin out of the queue, and returns it. Returns None if
-        there is none, or if stop() was called. waits: whether to wait for a Job."""
+        """Removes from the queue the first Job that can begin, and returns that Job. Returns None
+        if no Job can begin, or if stop() was called. waits: whether to wait while the queue is
+        empty."""
         with self.changed:
             while waits and not self.jobs and not self.is_ending:
                 self.changed.wait(1)  # on Windows a longer one would hold back Ctrl-C
@@ -399,8 +403,9 @@ class Server(ThreadingHTTPServer):
             return ready[0]
 
     def answer(self, job):
-        """Makes the answer of a Job and yields True after each chunk. Stops if the client goes
-        away. Any exception is sent to the client as a Refusal, and the server goes on."""
+        """Makes the answer to a Job and yields True after each chunk; in the shared batch, also
+        once before the first chunk. Stops if the client goes away. An exception is put into
+        job.events as a Refusal, which the client gets, and the server goes on."""
         try:
             if job.is_gone():
                 return
@@ -436,8 +441,8 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Answers a request with echo: yields True after each chunk of the continuations, then puts
-        the Ends, with the log-probabilities of prompts and continuations, into job.events."""
+        """Answers a request with echo. Yields True after each chunk of the continuations. Then puts
+        the Ends into job.events, with the log-probabilities of prompts and continuations."""
         generation = Generation(
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
         has_stayed = yield from self.make_all(job, generation)
@@ -459,8 +464,8 @@ class Server(ThreadingHTTPServer):
         job.events.put(ends)
 
     def make_all(self, job, generation):
-        """Decodes several rows in one batch and yields True after each chunk. Returns whether the
-        client has stayed to the end."""
+        """Decodes all rows of a Job in a batch of their own and yields True after each chunk.
+        Returns whether the client has stayed to the end."""
         self.own_batch_is_there = True
         try:
             with contextlib.closing(iter(generation)) as chunks:
@@ -473,8 +478,8 @@ class Server(ThreadingHTTPServer):
         return True
 
     def encode(self, job, prompt):
-        """Returns the token ids of a prompt of a Job; only the last ones if the request asks for
-        truncation. Raises UserError or Refusal if the prompt is not valid, and Refusal if
+        """Returns the token ids of a prompt of a Job. If the request asks for truncation, returns
+        only the last ids. Raises UserError or Refusal if the prompt is not valid, and Refusal if
         there are more ids than the context has positions."""
         if job.is_chat:
             first = prompt[0] if prompt else None
@@ -496,8 +501,8 @@ class Server(ThreadingHTTPServer):
         return ids
 
     def encode_text(self, job, prompt):
-        """Returns the token ids of a text or of messages. With continue_final_message the last
-        message is the beginning of the answer."""
+        """Returns the token ids of a text or of messages. If the request sets
+        continue_final_message, its last message is the beginning of the answer."""
         if not job.continues:
             return self.model.encode(prompt)
         *messages, last = prompt
@@ -508,9 +513,9 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes an answer and yields True after each piece. Puts the text into job.events: for a
-        stream at most every PAUSE seconds and at the end, otherwise only at the end. Returns
-        whether the client has stayed to the end."""
+        """Decodes an answer and yields True after each piece. For a stream, puts new text into
+        job.events at most every PAUSE seconds, and at the end. Otherwise puts the whole text there
+        at the end. Returns whether the client has stayed to the end."""
         text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:
@@ -525,8 +530,9 @@ class Server(ThreadingHTTPServer):
         return True
 
     def show(self, job, text, n_shown):
-        """Puts `text` without its first n_shown characters into job.events, and returns how many
-        characters are shown now. Of gpt-oss's answers only the final channel is shown."""
+        """Puts the part of `text` after the first n_shown characters into job.events, and returns
+        how many characters are shown now. Of gpt-oss's answer to a chat, only the final channel
+        counts as text."""
         if job.is_chat:
             text = final_answer(text)
         job.events.put(text[n_shown:])
@@ -535,16 +541,16 @@ class Server(ThreadingHTTPServer):
     # connections
 
     def verify_request(self, request, client_address):
-        """Returns whether the connection is within the limit of CONNECTIONS; closes it
-        otherwise."""
+        """Returns whether there are at most CONNECTIONS threads. If there are more, closes the new
+        connection."""
         if threading.active_count() <= CONNECTIONS:
             return True
         request.close()
         return False
 
     def shutdown_request(self, request):
-        """Closes a connection after reading what the client still sends. If it were closed with
-        bytes unread, it would be reset, and the client could lose the answer."""
+        """Closes a connection after reading what the client still sends. A connection that is
+        closed with bytes unread is reset, and the client may lose the answer."""
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_WR)
             request.settimeout(LINGER)
@@ -554,7 +560,8 @@ class Server(ThreadingHTTPServer):
         request.close()
 
     def handle_error(self, request, client_address):
-        """Prints the traceback of an exception, except OSError: that is a lost connection."""
+        """Prints the traceback of an exception. Prints nothing for an OSError, which is a lost
+        connection."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -577,9 +584,9 @@ def describe_end(job, generation, i=0):
 
 def describe_logprobs(job, generation, i, end):
     """Returns the log-probabilities of the new tokens of row i of an answer, in OpenAI's form. The
-    texts of the tokens add up to the text of the answer: a character that is several tokens belongs
-    to the last of them. end: the number of tokens up to the end of the answer, including the
-    prompt."""
+    texts of the tokens add up to the text of the answer. A character made of several tokens belongs
+    to the text of the last of these tokens. end: the number of tokens up to the end of the answer,
+    including the prompt."""
     n_prompt = generation.lengths[i]
     tokens = generation.result.tokens[i, :end].tolist()
     logprobs = generation.result.logprobs[i, n_prompt:end].tolist()
@@ -633,7 +640,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_OPTIONS(self):
-        """Answers the preflight of a browser, for a page of an origin that --allow names."""
+        """Answers a browser's preflight request for a page whose origin --allow names."""
         try:
             self.check_sender()
             if not self.origin:
@@ -643,10 +650,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json(refusal.body, refusal.status)
 
     def check_sender(self):
-        """Raises Refusal for a request from a page of another site, unless --allow names it. The
-        browser sends the site as Origin, and the name by which the page has found this machine as
-        Host. If the site has pointed its own name here (DNS rebinding), Host is neither an
-        address nor a name of this server."""
+        """Raises Refusal if the request comes from a page of another site and --allow does not name
+        that site. The browser sends the site as Origin. As Host, the browser sends the name by
+        which the page has found this machine. Host must be an address or a name of this server,
+        because a site can point a name of its own to this machine (DNS rebinding)."""
         host = self.headers.get('Host', '')
         names = ('localhost', self.server.host, socket.gethostname(), *self.server.allowed_names)
         allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])
@@ -721,8 +728,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_part('')
 
     def read_body(self):
-        """Returns the JSON object of a request. Raises Refusal if there is none, or if it is too
-        large."""
+        """Returns the JSON object of a request. Raises Refusal if the request has no JSON object,
+        or if the body is too large."""
         if self.headers.get_content_type() != 'application/json':
             raise Refusal(415, 'Content-Type must be application/json')
         length = self.headers.get('Content-Length', '')
@@ -740,7 +747,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, status, kind, content=None):
         """Sends an answer: its HTTP status, the headers with `kind` as Content-Type, and `content`,
-        bytes. Without content, send_part sends the rest."""
+        bytes. If content is None, sends status and headers only; send_part then sends the parts of
+        a stream."""
         self.close_connection = True
         if self.request_version == 'HTTP/0.9':
             self.request_version = 'HTTP/1.0'  # whatever was asked, a status comes first
@@ -776,7 +784,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_part(f'data: {json.dumps(value)}\n\n')
 
     def send_part(self, text):
-        """Sends a part of a stream; '' ends it."""
+        """Sends a part of a stream; '' ends the stream."""
         part = text.encode()
         if self.is_chunked:
             part = b'%x\r\n%s\r\n' % (len(part), part)
@@ -801,5 +809,6 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def no_number(name):
-    """Raises ValueError, for NaN and Infinity, which are not JSON."""
+    """Raises ValueError. json.loads calls this function for NaN and Infinity, which are not
+    JSON."""
     raise ValueError(f'{name} is no number')

@@ -17,7 +17,8 @@ COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctr
 
 
 def read_turn():
-    """Returns what the user types; lines that are pasted together are one turn."""
+    """Returns the line that the user types. Lines that are pasted together are returned as one
+    text."""
     text = input('> ')
     while has_more_input():
         text += '\n' + input()
@@ -34,8 +35,8 @@ def has_more_input():
 
 
 class Chat:
-    """Holds a conversation: each line is answered, and the lines and answers so far are the context
-    of the next answer.
+    """Holds a conversation. Each line gets an answer, and the lines and answers so far are the
+    context of the next answer.
 
     model: a TextModel. system: the text of the system prompt, '' for none. sampling: a
     TextSampling."""
@@ -92,8 +93,8 @@ class Chat:
             print(f'(there is no command {line}; {COMMANDS})')
 
     def encode(self, messages):
-        """Returns the token ids of the messages: as a chat if the tokenizer has a chat template,
-        else as plain text with a line for each turn."""
+        """Returns the token ids of the messages. They are encoded as a chat if the tokenizer has a
+        chat template, else as plain text in which each message of the user begins a new line."""
         if self.model.tokenizer.chat_template is not None:
             return self.model.encode([*self.system, *messages])
         text = ''
@@ -104,9 +105,9 @@ class Chat:
         return self.model.encode(text)
 
     def forget_oldest(self, messages):
-        """Leaves out the oldest turns until the other messages and an answer fit into the context,
-        and returns these messages. The answer has max_new_tokens, or half the context if that is
-        less."""
+        """Leaves out the oldest turns until the remaining messages and an answer fit into the
+        context. Returns the remaining messages. The answer counts as max_new_tokens tokens, or half
+        the context if that is less."""
         # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.sampling.max_new_tokens, block_size // 2)
@@ -125,9 +126,9 @@ class Chat:
         return kept
 
     def answer(self, messages, line):
-        """Prints the answer to `line`, which follows `messages`; Ctrl-C ends the answer. The
-        conversation is then the messages, the line and the answer. It stays as it was if the line
-        cannot be answered."""
+        """Prints the answer to `line`, which follows `messages`. Ctrl-C ends the answer. The
+        conversation becomes the messages, the line and the answer. If the line cannot be answered,
+        the conversation stays as it was."""
         answer = ''
         try:
             # the prompt, within the context

@@ -20,15 +20,15 @@ MEASURED = ('H100',)
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
                      packed=False):
-    """Returns (implementation, reason) for the flag --attention and training on `device`. `tensor`
+    """Returns (implementation; reason) for the flag --attention and training on `device`. `tensor`
     devices share the heads, `context` devices share a sequence.
 
-    'auto' is the device's flash attention (cuDNN or splash) if it computes this model. Otherwise
-    it is chunked attention if context > 1 or for blocks of at least CHUNKED_FROM tokens, and plain
-    XLA for shorter blocks.
-    deterministic: whether a step has to give the same bits each time. If so, the result on a
-    GPU is 'xla', and 'cudnn' is refused.
-    packed: whether rows hold several conversations, see GPT.loss.
+    'auto' is the device's flash attention (cuDNN or splash), if that can compute this model.
+    Otherwise 'auto' is chunked attention if context > 1 or block_size is at least CHUNKED_FROM,
+    else plain XLA.
+    deterministic: whether a step has to give the same bits each time. If so, on a GPU the result is
+    'xla', and the flag 'cudnn' is refused.
+    packed: whether a row has several conversations (see GPT.loss).
     Raises UserError for an unknown or impossible attention."""
     check_choice('attention', attention, ('auto', *ATTENTION))
     if deterministic and device.platform == 'gpu':
@@ -80,7 +80,7 @@ def why_not_flash(config):
 
 def why_not_cudnn(config, device, *, tensor=1, context=1):
     """Returns why cuDNN's attention cannot train this model on this device, or None if it can. The
-    last check compiles it."""
+    last check compiles the attention."""
     if context > 1:
         return 'it does not shard a sequence'
 
@@ -120,8 +120,9 @@ def why_not_cudnn(config, device, *, tensor=1, context=1):
 
 
 def compile_cudnn(config, device, layer_type='full', tensor=1):
-    """Compiles a layer's attention and its gradient, for one sequence and the heads of one device
-    (`tensor` devices share them). Raises an exception of XLA's if cuDNN refuses."""
+    """Compiles the attention of a layer and the gradient of this attention, for one sequence and
+    the heads of one device (`tensor` devices share the layer's heads). Raises an exception of XLA
+    if cuDNN refuses."""
     here = jax.sharding.SingleDeviceSharding(device)
 
     def heads(n_heads):
@@ -152,8 +153,8 @@ def why_not_splash(config, device, *, tensor=1, context=1):
 
 
 def choose_experts(config, device):
-    """Returns (one of EXPERT_WAYS, reason) for a model's mixtures of experts on `device`; without
-    experts ('loop', 'no experts')."""
+    """Returns (one of EXPERT_WAYS; reason) for a model's mixtures of experts on `device`. Returns
+    ('loop', 'no experts') for a model without experts."""
     if config.moe is None:
         return 'loop', 'no experts'
     if device.platform == 'cpu':
@@ -162,8 +163,8 @@ def choose_experts(config, device):
 
 
 def with_experts(config, layout):
-    """Returns (the config with the way of computing experts that suits the devices, {'experts':
-    reason}). A model without experts gets its config unchanged, and {}."""
+    """Returns (config; {'experts': reason}). The config has the way of computing experts that suits
+    the devices. For a model without experts, returns (the config unchanged; {})."""
     if not config.moe:
         return config, {}
     experts, reason = choose_experts(config, layout.devices[0])

@@ -34,10 +34,11 @@ class Layout:
     table at the top of the file. The global batch is split into n_data_shards contiguous shards; a
     process loads the shards of its own devices.
 
-    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With 1, each device updates its shard of
-    the parameters, which are all-gathered at the end of the step. Only with 1, fsdp, tensor, expert
-    and context must be 1. Raises UserError for another `zero`, and if fsdp * tensor * expert *
-    context does not divide the number of devices."""
+    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, each device updates its shard
+    of the parameters, and at the end of the step the parameters are all-gathered. zero=1 requires
+    that fsdp, tensor, expert and context are 1. Raises UserError for another `zero`, for zero=1
+    with other sizes, and if fsdp * tensor * expert * context does not divide the number of
+    devices."""
 
     def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                  expert: int = 1, context: int = 1, zero: int = 0):
@@ -113,16 +114,16 @@ class Layout:
         return jax.tree.map(put, tree, self.shardings(tree))
 
     def init_sharded(self, make, *args):
-        """Computes make(*args) under jit with sharded outputs: no device materializes the full
-        tree."""
+        """Computes make(*args) under jit with sharded outputs, so that no device materializes the
+        full tree."""
         tree = jax.eval_shape(lambda: make(*args))
         shardings = jax.tree.leaves(self.shardings(tree))
         make_leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=shardings)
         return jax.tree.unflatten(jax.tree.structure(tree), make_leaves())
 
     def abstract_state(self, make, *args):
-        """Returns the ShapeDtypeStructs, with shardings, of init_sharded(make, *args), without
-        running it."""
+        """Returns the ShapeDtypeStructs, with shardings, of the result of init_sharded(make,
+        *args). Does not run `make`."""
         def abstract(x, sharding):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -132,15 +133,16 @@ class Layout:
     # --- the batch
 
     def local_rows(self, n_rows):
-        """Returns which of the n_rows sequences of an iteration this process loads for
-        shard_batch(): their indices, an int array."""
+        """Returns the indices, an int array, of the sequences that this process loads for
+        shard_batch(). n_rows: the number of sequences of an iteration, in all processes
+        together."""
         each = n_rows // self.n_data_shards
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (shape, PartitionSpec) of the global array of one item of the batch, such as 'x'.
-        A shard of it, [*shape, *rest], is on one device, or on a group of devices that share
-        sequences.
+        """Returns (shape; PartitionSpec) of the global array of one item of the batch, such as 'x'.
+        A shard of this array, [*shape, *rest], is on one device, or on a group of devices that
+        share sequences.
 
         shape: (micro-steps, sequences), as split_batch returns it, or (sequences,). rest: the axes
         of one sequence, () or (positions,).
@@ -181,8 +183,8 @@ class Layout:
         return jax.tree.map(put, batch)
 
     def max_over_processes(self, number):
-        """Returns the maximum of `number` over all processes. With several processes it is a device
-        array: only int() of it waits for the result."""
+        """Returns the maximum of `number` over all processes. If there are several processes, the
+        maximum is a device array, and only int() of this array waits for the result."""
         if jax.process_count() == 1:
             return number
         # an array with a number for each device; its maximum is an all-reduce
@@ -195,15 +197,17 @@ class Layout:
 
     @property
     def n_losses(self):
-        """Number of losses in a step: each device takes the mean loss of its own sequences. On a
-        mesh it is 1, because XLA takes one mean over all sequences."""
+        """The number of losses in a step. On a mesh without zero=1, it is 1, because XLA takes one
+        mean over all sequences. Otherwise it is the number of devices, because each device takes
+        the mean loss of its own sequences."""
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
     def all_reduced(self, compute):
         """Wraps compute(params, frozen, batch, scale), which returns the gradients and metrics of
-        the sequences that it gets. The wrapped function returns their means over the replicas. With
-        zero=1 a device keeps only its shard of the gradients (reduce-scatter). On one device, and
-        on a mesh without zero=1, `compute` is returned unchanged: XLA inserts the reductions."""
+        the sequences that it gets. The wrapped function returns the means of these gradients and
+        metrics over the replicas. With zero=1, a device keeps only its shard of the gradients
+        (reduce-scatter). On one device, and on a mesh without zero=1, returns `compute` unchanged,
+        because XLA inserts the reductions."""
         def mean(*inputs):
             found = compute(*inputs)
             with jax.named_scope('all_reduce'):
@@ -229,8 +233,8 @@ class Layout:
     # --- compiled steps
 
     def jit_step(self, step):
-        """Puts the step of make_train_step under jit or pmap. It is compiled when it is called or
-        lowered, and donates its state."""
+        """Puts the step of make_train_step under jit or pmap. The resulting function is compiled
+        when it is called or lowered, and donates its state."""
         if self.has_pmap:
             return pmap_train_step(step, self.devices)
         if self.is_replicated:
@@ -254,8 +258,8 @@ class Layout:
             lambda params, batch: jax.tree.map(shard, step(params, batch))))
 
     def on_mesh(self, step):
-        """Returns step(state, batch) as a function that is traced on the mesh; `step` unchanged if
-        the layout is replicated."""
+        """Returns step(state, batch) as a function that is traced on the mesh. If the layout is
+        replicated, returns `step` unchanged."""
         if self.is_replicated:
             return step
 
@@ -265,14 +269,15 @@ class Layout:
         return step_on_mesh
 
     def mesh_context(self):
-        """Returns the context to run other compiled functions in: on a mesh, jax.set_mesh."""
+        """Returns the context manager for running other compiled functions: on a mesh jax.set_mesh,
+        else one that does nothing."""
         return contextlib.nullcontext() if self.is_replicated else jax.set_mesh(self.mesh)
 
 
 def mean_shard(spec, grad):
     """Returns this device's shard of the mean of a gradient over the replicas. spec: the
-    parameter's PartitionSpec; the gradient is sharded along the dimension that has the axis 'data',
-    and whole if none has it."""
+    parameter's PartitionSpec. The result is sharded along the dimension that has the axis 'data';
+    if no dimension has this axis, the result is the whole mean."""
     n_devices = jax.lax.axis_size('data')
     for dimension, axes in enumerate(spec):
         if 'data' in (axes or ()):
@@ -289,10 +294,10 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
 
 
 def fit_sizes(sizes, given, n_devices, n_embd):
-    """Returns the sizes of the axes {'fsdp', 'tensor', 'expert', 'context'} of a resumed run on
-    n_devices: `sizes` if their product divides n_devices. Otherwise sizes that are not in `given`,
-    the user's flags, are replaced: fsdp becomes as large as possible if it was above 1, the others
-    become 1."""
+    """Returns the sizes {'fsdp', 'tensor', 'expert', 'context'} of the mesh's axes for a resumed
+    run on n_devices devices. If the product of `sizes` divides n_devices, returns `sizes`.
+    Otherwise keeps the sizes in `given`, the user's flags, and replaces each other size by 1. But
+    an fsdp above 1 that is not in `given` becomes as large as possible."""
     if n_devices % max(1, math.prod(sizes.values())) == 0:
         return sizes
     fitting = {name: size if name in given else 1 for name, size in sizes.items()}
@@ -304,8 +309,8 @@ def fit_sizes(sizes, given, n_devices, n_embd):
 
 
 def pmap_step(step, devices, donate_argnums=()):
-    """Returns step(state, batch) as a pmap over several devices: the state and all results are
-    replicated (not stacked), the batch has a leading device axis. `step` reduces over the axis
+    """Returns step(state, batch) as a pmap over several devices. The state and all results are
+    replicated, not stacked. The batch has a leading device axis. `step` reduces over the axis
     'data', so that every device has the same result."""
     return jax.pmap(step, axis_name='data', in_axes=(None, 0), out_axes=None, devices=devices,
                     donate_argnums=donate_argnums)
@@ -317,8 +322,8 @@ def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
 
 
 def split_batch(gradient_accumulation_steps, batch_size, n_devices):
-    """Returns (micro-steps, micro-batch size) of each device. Devices split the micro-steps first,
-    then the micro-batch: no device ever holds more than batch_size sequences.
+    """Returns (micro-steps; micro-batch size) of each device. Devices split the micro-steps first,
+    then the micro-batch, so that no device ever holds more than batch_size sequences.
 
     Raises UserError if the devices cannot share the sequences equally."""
     # Some devices compute different micro-steps, the others different sequences of a micro-step.

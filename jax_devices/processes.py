@@ -20,12 +20,12 @@ PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
 
 def initialize_distributed(coordinator_address='', num_processes=0, process_id=-1):
     """Calls jax.distributed.initialize if several processes train together, else does nothing. Call
-    it before JAX initializes its backends.
+    this function before JAX initializes its backends.
 
-    coordinator_address: host:port of process 0; the others connect to it. 'auto' lets JAX detect
-    all three options (on a TPU pod). JAX also detects them if all are left out ('', 0 and -1) and
-    Slurm, Open MPI or an indexed Kubernetes job has started several processes. '' takes
-    JAX_COORDINATOR_ADDRESS, if it is set.
+    coordinator_address: host:port of process 0, to which the other processes connect. '' takes
+    JAX_COORDINATOR_ADDRESS, if that is set. 'auto' lets JAX detect all three options (on a TPU
+    pod). JAX also detects all three options if they are left out ('', 0 and -1) and Slurm, Open MPI
+    or an indexed Kubernetes job has started several processes.
     num_processes: the number of processes. 1 without an address starts alone, regardless of the
     environment.
     process_id: the number of this process, from 0.
@@ -62,10 +62,10 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
 
 def launcher_started_several():
-    """Returns whether the environment names several processes that JAX can detect: under Slurm and
-    Open MPI, in an indexed Kubernetes job, and if JAX_COORDINATOR_ADDRESS is set. Raises UserError
-    for torchrun or SkyPilot with several processes: JAX does not detect those, and each process
-    would train alone."""
+    """Returns whether the environment names several processes that JAX can detect. It does so in
+    four cases: under Slurm; under Open MPI; in an indexed Kubernetes job; if
+    JAX_COORDINATOR_ADDRESS is set. Raises UserError for torchrun or SkyPilot with several
+    processes, because JAX does not detect these processes, and each would train alone."""
     def has_several(variable):
         return int(os.environ.get(variable) or 1) > 1
 
@@ -85,8 +85,9 @@ def launcher_started_several():
 
 
 def check_port_is_free(port):
-    """Raises UserError if another program listens on the port of process 0, mostly another process
-    0. Two of them could listen on the same port, and each would wait for the others."""
+    """Raises UserError if another program listens on `port`, the port of process 0. Usually this
+    program is a second process 0. Two processes 0 could listen on the same port, and each would
+    wait for the other processes."""
     with socket.socket() as listener:
         # Connections of an earlier run that are still closing do not count.
         if os.name == 'posix':
@@ -101,7 +102,7 @@ def check_port_is_free(port):
 
 def gather_texts(text):
     """Returns a list of the texts of all processes, in the order of the processes. A text is cut at
-    64 kB. All processes have to call it."""
+    64 kB. All processes have to call this function."""
     if jax.process_count() == 1:
         return [text]
     from jax.experimental import multihost_utils
@@ -119,8 +120,8 @@ def gather_texts(text):
 
 @contextlib.contextmanager
 def in_all_processes():
-    """Raises a UserError of the block in all processes if one process raises it, so that none waits
-    for another. All processes must run the block."""
+    """Raises a UserError in all processes if one process raises it in the with block, so that no
+    process waits for another. All processes must run the block."""
     message = ''
     try:
         yield
@@ -141,9 +142,9 @@ def in_all_processes():
 
 
 def check_agreement(what, values, own=()):
-    """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all of
-    them. what: their name in the message. own: names that are not compared, because their values
-    may differ."""
+    """Raises UserError in all processes if `values`, {name: JSON value}, are not the same in all
+    processes. what: what the message calls the values. own: names that are not compared, because
+    their values may differ."""
     shared = {name: value for name, value in values.items() if name not in own}
     texts = gather_texts(json.dumps(shared))
     first, *others = [json.loads(text) for text in texts]
@@ -171,14 +172,15 @@ if HANGUP is not None:
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
-    A second signal ends the process at once. It has no effect during a save, or if it or the first
-    signal is SIGHUP, because a closed terminal sends several signals. In a notebook, where the
-    process must live on, a second signal outside of a save raises KeyboardInterrupt instead. With
-    nothing_to_save the first signal ends the process. SIGHUP stays ignored under nohup.
+    A second signal ends the process at once, except in three cases. During a save, it has no
+    effect. If the first or the second signal is SIGHUP, the second signal has no effect, because a
+    closed terminal sends several signals. In a notebook, where the process must live on, a second
+    signal outside of a save raises KeyboardInterrupt instead. With nothing_to_save, the first
+    signal ends the process. SIGHUP stays ignored under nohup.
 
     A thread answers each signal with a line on stderr, because Python's own handlers run only in
-    the main thread, between two bytecode instructions: not before a long call in compiled code,
-    such as a compilation or loading the weights, has returned."""
+    the main thread, between two bytecode instructions. So they have to wait until a long call in
+    compiled code, such as a compilation or loading the weights, has returned."""
 
     owns_process = True  # whether the process ends with the run
 
@@ -249,7 +251,8 @@ class StopSignal:
                 number = received.recv(1)
 
     def answer_one(self, signum):
-        """Keeps the first signal, prints what happens, and ends the process at a second one."""
+        """Records the first signal, prints what happens, and ends the process at a second
+        signal."""
         name = signal_name(signum)
         is_first = not self.signum
         if is_first:
@@ -271,8 +274,8 @@ class StopSignal:
 
 
 def exit_at_signals(is_said=False):
-    """Makes signals that stop a script end it at once, from this call on, with exit code 128 +
-    signal, even in the middle of a compiled program. For scripts that have nothing to save. A usual
+    """Makes each of STOP_SIGNALS end the script at once, from this call on, even in the middle of a
+    compiled program. The exit code is 128 + signal. For scripts that have nothing to save. A usual
     exit could crash, because a running program uses memory that the exit frees. is_said: whether to
     print a line."""
     received, sender = socket.socketpair()
@@ -297,8 +300,8 @@ def exit_at_signals(is_said=False):
 
 class Terminal:
     """Replaces sys.stdout or sys.stderr on a terminal. A terminal closes a moment before SIGHUP
-    comes. From then on all output is discarded; otherwise print would raise an error, and the run
-    would end before it is saved."""
+    comes. From then on all output is discarded, because otherwise print would raise an error, and
+    the run would end before it is saved."""
 
     def __init__(self, stream):
         self.stream = stream
@@ -329,9 +332,9 @@ def until_closed():
 
 
 def discard_output():
-    """Redirects stdout and stderr to os.devnull, unless they are files. Call it when the terminal
-    has closed. Pipes are redirected too, because the program that reads them may have ended with
-    the terminal."""
+    """Redirects stdout and stderr to os.devnull, unless they are files. Call this function when the
+    terminal has closed. Pipes are redirected too, because the program that reads them may have
+    ended with the terminal."""
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.__stdout__, sys.__stderr__):
         # A process that was started with >&- has none.
@@ -348,6 +351,6 @@ def signal_name(signum):
 
 
 def say(text):
-    """Prints a line on stderr. On a terminal it is below a progress bar."""
+    """Prints a line on stderr. On a terminal, the line is printed below a progress bar."""
     line = f'\n{text}' if sys.stderr.isatty() else text
     warn(line)

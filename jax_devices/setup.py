@@ -45,7 +45,7 @@ PEAK_FLOPS = {
 
 
 def device_peak_flops(device):
-    """Returns the peak FLOP/s of a device for the MFU, or None if it is not in PEAK_FLOPS."""
+    """Returns the peak FLOP/s of a device for the MFU, or None if PEAK_FLOPS lacks the device."""
     kind = device.device_kind.lower()
     for name, peak in PEAK_FLOPS.items():
         if name.lower() in kind:
@@ -59,9 +59,9 @@ def device_peak_flops(device):
 def check_device_availability(device: str = 'auto') -> list[jax.Device]:
     """Returns the list of jax devices that the flag `device` means.
 
-    'cpu', 'gpu' or 'cuda', and 'tpu' are all devices of the kind. 'auto' is all devices of the best
-    kind that is there. 'cuda:1' is the GPU with number 1. Raises UserError for another value, and
-    for a device that is not there."""
+    'cpu', 'tpu', 'gpu' and 'cuda' (the same as 'gpu') each mean all devices of that kind. 'auto'
+    means all devices of the best kind that is there. 'cuda:1' means the GPU with number 1. Raises
+    UserError for another value, and for a device that is not there."""
     kind, _, index = device.partition(':')
     is_known = kind in ('auto', 'cpu', 'gpu', 'cuda', 'tpu')
     if not is_known or (index and not index.isdigit()):
@@ -94,11 +94,12 @@ def check_device_availability(device: str = 'auto') -> list[jax.Device]:
 
 
 def configure_process(device, deterministic=False, init_from='', out_dir=''):
-    """Sets, for this process, what JAX reads when it initializes its backends. Call it first.
+    """Sets, for this process, what JAX reads when JAX initializes its backends. Call this function
+    first.
 
-    device: the flag. deterministic: whether GPUs compute the same bits in every run, at a cost;
-    CPUs do so anyway. init_from, out_dir: the flags of training; the config.json of a run that is
-    resumed may ask for deterministic, too."""
+    device: the flag --device. deterministic: whether GPUs compute the same bits in every run, at a
+    cost; CPUs do so anyway. init_from, out_dir: the flags of training. If they resume a run, the
+    config.json of that run may ask for deterministic, too."""
     if init_from in ('resume', 'auto'):
         # a damaged file says nothing; all flags are in the checkpoint, too
         with contextlib.suppress(UserError):
@@ -143,19 +144,20 @@ def use_own_settings():
 
 
 def is_synchronous(device):
-    """Returns whether a computation of this device is done, and its temporaries are freed, when its
-    call returns.
+    """Returns whether this device is synchronous: when a call returns, the computation is done and
+    its temporaries are freed.
 
-    configure_process makes CPUs synchronous. Otherwise a call often allocates its temporaries
-    before those of the last call are freed (docs/lab_log.md#synchronous-dispatch)."""
+    configure_process makes CPUs synchronous. Without this, a call often allocates its temporaries
+    before the temporaries of the previous call are freed (docs/lab_log.md#synchronous-dispatch)."""
     return device.platform == 'cpu'
 
 
 def finds_accelerator(dev=Path('/dev')):
-    """Returns whether --device=auto probably means a GPU or TPU: a plugin of JAX for one is
-    installed, and Linux has such a device.
+    """Returns whether --device=auto probably means a GPU or TPU. This is so if a plugin of JAX for
+    a GPU or TPU is installed and Linux has such a device.
 
-    JAX itself only knows after its backends are initialized, too late for configure_malloc."""
+    JAX itself knows this only after its backends are initialized, which is too late for
+    configure_malloc."""
     patterns = ('nvidia[0-9]*', 'kfd', 'accel[0-9]*', 'vfio/[0-9]*')
     has_device = any(list(dev.glob(pattern)) for pattern in patterns)
     if jax.config.jax_platforms == 'cpu' or not has_device:
@@ -167,13 +169,13 @@ def finds_accelerator(dev=Path('/dev')):
 
 def setup_jax_environment(device: str = 'auto',
                           dtype: str = 'auto') -> tuple[list[jax.Device], str, str]:
-    """Picks the devices and the compute dtype. Call it before anything uses jax; only
-    configure_process() may come before it.
+    """Picks the devices and the compute dtype. Call this function before anything except
+    configure_process() uses jax.
 
-    Returns (devices, dtype, reason). dtype='auto' is bfloat16 if the hardware multiplies it fast,
-    else float32. With float32, matmuls are computed in float32 on GPUs and TPUs too; JAX's default
-    there is TF32 and bfloat16. Raises UserError for a device that is not there and for an unknown
-    dtype."""
+    Returns (devices; dtype; reason for the dtype). dtype='auto' is bfloat16 if the hardware
+    multiplies bfloat16 fast, else float32. With float32, GPUs and TPUs also compute matmuls in
+    float32, not in TF32 or bfloat16 as by JAX's default. Raises UserError for a device that is not
+    there and for an unknown dtype."""
     # The devices.
     configure_process(device)
     devices = check_device_availability(device)
@@ -202,8 +204,8 @@ def setup_jax_environment(device: str = 'auto',
 
 
 def lost_accelerator():
-    """Returns the warning for a machine with a GPU or TPU on which JAX sees only the CPU. It names
-    JAX's plugins and the command that installs JAX anew."""
+    """Returns the warning for a machine with a GPU or TPU on which JAX sees only the CPU. The
+    warning names JAX's plugins and the command that installs JAX anew."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     names = [f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist]
     extra = 'tpu'
@@ -216,7 +218,7 @@ def lost_accelerator():
 
 
 def default_dtype(device):
-    """Returns (dtype, reason) for --dtype=auto on this device."""
+    """Returns (dtype; reason) for --dtype=auto on this device."""
     if device.platform == 'tpu':
         return 'bfloat16', 'TPUs multiply bfloat16'
     if device.platform != 'gpu':
@@ -231,8 +233,8 @@ def default_dtype(device):
 
 
 def nvidia_capability(device):
-    """Returns the compute capability of an NVIDIA GPU, 8.0 for '8.0'; 0.0 for other devices (an AMD
-    GPU has 'gfx90a')."""
+    """Returns the compute capability of an NVIDIA GPU as a float, such as 8.0. Returns 0.0 for
+    other devices (an AMD GPU has 'gfx90a')."""
     try:
         return float(getattr(device, 'compute_capability', None) or 0)
     except ValueError:
@@ -244,12 +246,13 @@ def nvidia_capability(device):
 
 @functools.cache  # one call is enough
 def configure_malloc():
-    """Tells glibc never to return memory to the system, and Linux to use huge pages for it. XLA:CPU
-    allocates its temporaries in every step, and page faults took half of the step or more
-    (docs/lab_log.md#malloc).
+    """Tells glibc never to return memory to the system, and tells Linux to use huge pages for this
+    memory. XLA:CPU allocates its temporaries in every step, and page faults took half of the step
+    or more (docs/lab_log.md#malloc).
 
-    Call it before jax starts its threads. A thread that already has its own arena (64 MiB) keeps
-    it, and takes memory that does not fit into it from the system each time."""
+    Call this function before jax starts its threads. A thread that already has its own arena (64
+    MiB) keeps this arena. Memory that does not fit into the arena comes from the system each
+    time."""
     libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
     if not hasattr(libc, 'mallopt'):  # only glibc has it
         return
@@ -266,7 +269,8 @@ def configure_malloc():
 
 def mark_huge_pages(libc):
     """Makes Linux use huge pages for the next part of the heap. This part is half as large as the
-    machine's memory; reserving it costs nothing until it is written to. libc: ctypes's."""
+    machine's memory; reserving it costs nothing until it is written to. libc: the C library, a
+    ctypes.CDLL."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
@@ -297,9 +301,10 @@ def enable_compilation_cache(platform):
     """Keeps compiled programs in a folder that only this user can read, so that a second run starts
     at once.
 
-    Each version of jaxlib, each platform and each kind of CPU has its own folder, because they may
-    not be able to load programs of another. The environment's JAX_COMPILATION_CACHE_DIR takes
-    precedence. Does nothing on a CPU unless can_cache_on_cpu()."""
+    Each version of jaxlib, each platform and each kind of CPU has its own folder, because one
+    version, platform or CPU may not be able to load the programs of another. The environment's
+    JAX_COMPILATION_CACHE_DIR takes precedence. On a CPU, does nothing if can_cache_on_cpu() is
+    false."""
     if jax.config.jax_compilation_cache_dir is not None:
         return
     if platform == 'cpu' and not can_cache_on_cpu():
@@ -398,14 +403,14 @@ class Stopwatch:
         jax.monitoring.register_event_duration_secs_listener(self.count)
 
     def count(self, event, seconds, **attributes):
-        """Adds the seconds of an event of jax, which calls this for each event."""
+        """Adds the seconds of an event of jax, which calls this method for each event."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
         if event == '/jax/compilation_cache/compile_time_saved_sec':
             self.saved += seconds
 
     def lap(self):
-        """Returns the Lap since the last call. Wait for the device before calling it."""
+        """Returns the Lap since the last call. Before you call this method, wait for the device."""
         compiling = self.compiling
         running = max(0.0, time.perf_counter() - self.start - compiling)
         self.compiling = 0.0
@@ -416,9 +421,9 @@ class Stopwatch:
 class Profile:
     """Traces three iterations of training into a folder.
 
-    folder: for the trace. place: the name of this folder in the message. log: has a method say(),
-    which prints the message. first_iter: the first iteration of this process. max_iters: where the
-    run ends; fewer are traced if fewer are left."""
+    folder: the folder for the trace. place: the name of this folder in the message. log: an object
+    whose method say() prints the message. first_iter: the first iteration of this process.
+    max_iters: where the run ends. If fewer than three iterations are left, fewer are traced."""
 
     def __init__(self, folder, place, log, first_iter, max_iters):
         self.folder = folder
@@ -432,14 +437,15 @@ class Profile:
         self.last = self.first
 
     def start(self, iter_num):
-        """Starts the trace at the sixth iteration of this process; earlier if fewer than three
-        would be left then. Call it before iteration iter_num."""
+        """Starts the trace before the sixth iteration of this process. If fewer than three
+        iterations would be left then, starts the trace earlier. Call this method before iteration
+        iter_num."""
         if iter_num == self.first:
             jax.profiler.start_trace(self.folder)
             self.is_running = True
 
     def stop(self, iter_num, state):
-        """Stops the trace, if it is running and three iterations are done.
+        """Stops the trace if it is running and three traced iterations are done.
 
         iter_num: the number of iterations that are done. state: the TrainState after them."""
         self.last = max(self.first, iter_num - 1)
@@ -448,7 +454,7 @@ class Profile:
             self.close()
 
     def close(self):
-        """Stops the trace, if it is running, and prints which iterations it has."""
+        """Stops the trace, if it is running, and prints which iterations were traced."""
         if self.is_running:
             jax.profiler.stop_trace()
             self.log.say(f'traced iterations {self.first} to {self.last} into {self.place}')

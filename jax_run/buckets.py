@@ -1,8 +1,8 @@
 """Runs and data sets in a bucket of Google Cloud Storage, gs://bucket/folder.
 
-Orbax writes the checkpoints there. gcsfs copies data sets, and the small files of a run, between
-the bucket and folders of this machine. google-cloud-storage writes the lease, by which only one
-run at a time has the folder. This module is imported only for gs://."""
+Orbax writes the checkpoints into the bucket. gcsfs copies data sets, and the small files of a run,
+between the bucket and folders of this machine. google-cloud-storage writes the lease, which lets
+only one run at a time use the folder. This module is imported only for gs://."""
 import atexit
 import base64
 import contextlib
@@ -35,8 +35,8 @@ SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics')
 
 @functools.cache
 def open_clients():
-    """Returns (gcsfs's file system, the client of google-cloud-storage). Raises UserError if gcsfs
-    or google-cloud-storage is not installed."""
+    """Returns (file system of gcsfs; client of google-cloud-storage). Raises UserError if gcsfs or
+    google-cloud-storage is not installed."""
     try:
         import aiohttp
         import gcsfs
@@ -53,8 +53,9 @@ def open_clients():
 
 @contextlib.contextmanager
 def explained(url):
-    """Turns an exception of the block, which sends requests to `url`, into a UserError of one line.
-    A temporary one (is_temporary) becomes a TryAgain. A UserError passes unchanged."""
+    """Turns an exception of the with block into a UserError of one line. A temporary exception
+    (is_temporary) becomes a TryAgain. A UserError passes unchanged. url: where the block sends its
+    requests."""
     try:
         yield
     except UserError:
@@ -166,8 +167,8 @@ class Lease:
             time.sleep(min(left + 0.1, LEASE / 12))
 
     def read(self):
-        """Returns (text, blob) of the object `lock` as it is now, ('', None) if there is none.
-        blob: google-cloud-storage's object."""
+        """Returns (text; blob) of the object `lock` as it is now, or ('', None) if there is no such
+        object. blob: google-cloud-storage's object."""
         from google.api_core.exceptions import NotFound
         with explained(self.url):
             blob = self.bucket.get_blob(self.name)
@@ -194,7 +195,7 @@ class Lease:
         threading.Thread(target=self.renew, daemon=True).start()
 
     def confirm(self):
-        """Renews the lease now: for the next LEASE seconds no other run can take it. Raises
+        """Renews the lease now, so that no other run can take it for the next LEASE seconds. Raises
         UserError if another run has taken it already."""
         from google.api_core.exceptions import PreconditionFailed
         with self.mutex, explained(self.url):
@@ -212,8 +213,8 @@ class Lease:
             self.generation = blob.generation
 
     def renew(self):
-        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores UserErrors: if
-        the cause lasts, the next save raises one."""
+        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores UserErrors, because
+        the next save raises one if the cause lasts."""
         while not self.ended.wait(LEASE / 4):
             with contextlib.suppress(UserError):
                 self.confirm()
@@ -234,19 +235,20 @@ class Lease:
 
 @functools.cache
 def bucket_run(url):
-    """Returns the BucketRun of a URL, the same object for every call in this process."""
+    """Returns the BucketRun of a URL. Within a process, every call with this URL returns the same
+    object."""
     run = BucketRun(url)
     run.refresh()
     return run
 
 
 class BucketRun:
-    """The folder of a run in a bucket. It has the methods of DiskRun in checkpoints.py, which
-    documents them.
+    """The folder of a run in a bucket. It has the same methods as DiskRun in checkpoints.py, and
+    they are documented there.
 
     `files` is a local folder: copies of config.json, metrics.jsonl, tokenizer/ and the files in
     SMALL of each complete checkpoint. The process that holds the lease writes into `files` and
-    uploads them."""
+    uploads what it has written."""
 
     more_errors = (Exception,)  # each client raises exceptions of its own
     is_temporary = staticmethod(is_temporary)
@@ -278,7 +280,7 @@ class BucketRun:
 
     def refresh(self):
         """Brings `files` up to date with the bucket. If this process holds the lease, only the
-        files in SMALL are copied, because it writes the others itself."""
+        files in SMALL are copied, because this process writes the other files itself."""
         before = self.objects
         self.objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
@@ -298,9 +300,9 @@ class BucketRun:
                     self.uploaded[name] = file_state(path)
 
     def upload(self):
-        """Uploads changed files, except those of checkpoints, and deletes removed ones from the
+        """Uploads changed files, except files of checkpoints, and deletes removed files from the
         bucket. Does nothing if this process does not hold the lease. Raises UserError if another
-        run has taken it."""
+        run has taken the lease."""
         if not self.lease:
             return
         with self.mutex, explained(self.folder.url):
@@ -345,7 +347,8 @@ class BucketRun:
         checkpoint that is complete except for COMMITTED. Uploads the files of the run first, so
         that a committed checkpoint has its metrics.
 
-        Orbax calls this method in one process, and drops the checkpoint if it raises."""
+        Orbax calls this method in one process, and drops the checkpoint if this method raises an
+        exception."""
         self.upload()
         objects = self.folder.list()
         sums = {}
@@ -375,8 +378,8 @@ class BucketRun:
 
 
 def split_checkpoint(name):
-    """Splits the name of an object: returns (step, name) of ckpt/<step>/<name>, and ('', name) of
-    any other name."""
+    """Splits the name of an object. Returns (step; name) for ckpt/<step>/<name>, and ('', the whole
+    name) for any other name."""
     top, _, rest = name.partition('/')
     step, _, in_step = rest.partition('/')
     return (step, in_step) if top == 'ckpt' else ('', name)
@@ -389,16 +392,16 @@ def checksum(details):
 
 
 def file_state(path):
-    """Returns (size in bytes, time of the last change in ns) of a file, which show that it has
-    changed."""
+    """Returns (size in bytes; time of the last change in ns) of a file. If these values differ
+    later, the file has changed."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def differs_from_object(path, size, crc32c):
-    """Returns whether a file differs from the object that it was copied from. size: the object's,
-    in bytes. crc32c: the object's, base64 of 4 bytes. Without Google's package google_crc32c only
-    the sizes are compared."""
+    """Returns whether a file differs from the object that it was copied from. size: the object's
+    size in bytes. crc32c: the object's CRC-32C, base64 of 4 bytes. Without Google's package
+    google_crc32c only the sizes are compared."""
     if path.stat().st_size != size:
         return True
     try:
@@ -417,12 +420,12 @@ def differs_from_object(path, size, crc32c):
 
 def fetch_dataset(url):
     """Copies the data set gs://bucket/folder to this machine, below JAX_TRANSFORMER_DATA or
-    ~/.cache/jax_transformer/data, unless a copy of the same objects is there. Returns the local
-    folder, a Path.
+    ~/.cache/jax_transformer/data. If a copy of the same objects is there already, copies nothing.
+    Returns the local folder, a Path.
 
-    If several processes of a machine call this, one fetches and the others wait. Raises UserError
-    for a data set without train.bin, and if the bucket refuses, does not answer, or changes
-    meanwhile."""
+    If several processes of a machine call this function, one process fetches the data set and the
+    other processes wait. Raises UserError for a data set without train.bin, and if the bucket
+    refuses, does not answer, or changes meanwhile."""
     source = Folder(url)
     default = Path.home() / '.cache' / 'jax_transformer' / 'data'
     target = Path(os.environ.get('JAX_TRANSFORMER_DATA', default)) / source.path

@@ -1,5 +1,5 @@
-"""Saves and restores a TrainState in out_dir/ckpt/<iteration>. Orbax writes it in the background;
-each checkpoint is complete or absent."""
+"""Saves and restores a TrainState in out_dir/ckpt/<iteration>. Orbax writes the checkpoint in the
+background. A checkpoint is always either complete or absent."""
 import hashlib
 import json
 import logging
@@ -41,7 +41,7 @@ SAVE_SECONDS = 10**6
 
 
 def run_folder(out_dir):
-    """Returns the folder of a run: a DiskRun, or for gs://bucket/run a BucketRun, which has the
+    """Returns the folder of a run: a BucketRun for gs://bucket/run, else a DiskRun. Both have the
     same methods. Raises UserError for any other URL, and for a bucket that cannot be read."""
     if is_in_bucket('out_dir', out_dir):
         from jax_run.buckets import bucket_run
@@ -58,7 +58,8 @@ class DiskRun:
     more_errors = ()  # what a failed read or write may raise beside OSError
 
     def is_temporary(self, error):
-        """Returns whether a save that failed with `error` may soon succeed: on a disk never."""
+        """Returns whether a save that failed with `error` may soon succeed. On a disk, returns
+        False."""
         return False
 
     def __init__(self, out_dir):
@@ -66,28 +67,30 @@ class DiskRun:
         self.checkpoints = Path(out_dir, 'ckpt').absolute()  # for Orbax
 
     def make_checkpoints(self):
-        """Makes the folder of the checkpoints here, because Orbax would accept a file in its place.
-        Returns the option that tells Orbax to complete a checkpoint by renaming its folder."""
+        """Makes the folder of the checkpoints. Orbax does not make it, because Orbax would accept a
+        file in its place. Returns the option that tells Orbax to complete a checkpoint by renaming
+        its folder."""
         from orbax.checkpoint import options
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
-        """Returns `text` as the user may read it: with gs://... in place of `files` for a run in a
-        bucket; on a disk unchanged."""
+        """Returns `text` as the user may read it. On a disk, `text` is unchanged; for a run in a
+        bucket, gs://... replaces the path `files`."""
         return str(text)
 
     def refresh(self):
-        """Brings `files` up to date. On a disk they always are."""
+        """Brings `files` up to date. Does nothing on a disk, where `files` is always up to date."""
 
     def upload(self):
-        """Writes changed `files` to the place of the run. On a disk they are there already."""
+        """Writes the changed files in `files` to the place of the run. Does nothing on a disk,
+        where `files` is that place."""
 
     # the lock
 
     def wait_until_free(self):
-        """Waits until the lock of a run that has died is free. On a disk the system frees it at
-        once."""
+        """Waits until the lock of a run that has died is free. Does nothing on a disk, where the
+        system frees the lock at once."""
 
     def lock(self, holder):
         """Takes the lock and writes the text `holder` into it. Only process 0 calls this. Returns
@@ -112,7 +115,7 @@ class DiskRun:
         return file
 
     def is_locked_by(self, holder):
-        """Returns whether this process sees a lock with the text `holder`, which process 0 has
+        """Returns whether this process sees the lock with the text `holder` that process 0 has
         written."""
         found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
         return 'lock' in found and (self.files / 'lock').read_text() == holder
@@ -125,8 +128,8 @@ class DiskRun:
 
     def differs(self, step, name, expected):
         """Returns whether the file `name` in the checkpoint folder `step` is missing or has
-        changed. expected: its entry in checksums.json, a CRC-32, or [size, CRC-32C] if the
-        checkpoint was written in a bucket."""
+        changed. expected: the file's entry in checksums.json, which is [size, CRC-32C] if the
+        checkpoint was written in a bucket, else a CRC-32."""
         path = step / name
         if not path.is_file():
             return True
@@ -141,7 +144,7 @@ class DiskRun:
         os.rename(step, free)
 
     def write_metrics(self, step, text):
-        """Writes `text` as the metrics of checkpoint `step`, which has none yet."""
+        """Writes `text` as the metrics of checkpoint `step`, which has no metrics yet."""
         write_text(self.checkpoints / str(step) / 'metrics' / 'metrics', text)
 
     def space(self):
@@ -156,9 +159,9 @@ class DiskRun:
 
 
 def open_checkpoints(out_dir, keep=2, since=0):
-    """Returns Orbax's manager of out_dir/ckpt. It keeps the latest `keep` checkpoints, and also the
-    one with the lowest validation loss of those after iteration `since`: earlier losses are of
-    other data. Raises UserError if out_dir cannot be written."""
+    """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints. Of
+    the checkpoints after iteration `since`, it also keeps the one with the lowest validation loss;
+    earlier losses were measured on other data. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
@@ -205,7 +208,7 @@ def open_checkpoints(out_dir, keep=2, since=0):
 
 def quiet_orbax():
     """Silences Orbax's log, because this module reports failures. Also hides 'Event loop is
-    closed', which Orbax's other writes raise after one write has failed."""
+    closed', an error that Orbax's other writes raise after one write has failed."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -218,10 +221,11 @@ def quiet_orbax():
 
 def write_checksums(folder):
     """Writes checksums.json, {file: CRC-32}, into the checkpoint in `folder` that is complete
-    except for its final name. Then waits until its files and metrics.jsonl are on the disk.
+    except for its final name. Then waits until the checkpoint's files and metrics.jsonl are on the
+    disk.
 
     Orbax calls this function in one process, before it renames the checkpoint, and drops the
-    checkpoint if it raises."""
+    checkpoint if this function raises an exception."""
     steps = list(folder.glob(UNFINISHED))
     if not steps:
         raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
@@ -268,9 +272,9 @@ def find_damage(run, path, items=ITEMS):
     """Returns the name of the first file in the checkpoint folder `path` that is missing or
     damaged, or ''.
 
-    run: the DiskRun or BucketRun of the checkpoint. items: the names in ITEMS to check. Several
-    processes each read some of the files, and all return the same name. A checkpoint without
-    checksums.json is not checked here: see read_meta."""
+    run: the DiskRun or BucketRun of the checkpoint. items: which of ITEMS to check. If there are
+    several processes, each reads some of the files, and all return the same name. A checkpoint
+    without checksums.json is not checked here (see read_meta)."""
     damaged = ''
     try:
         # Each process compares its share of the files.
@@ -330,9 +334,9 @@ def list_steps(folder):
 
 
 def read_val_loss(step, since=0):
-    """Returns the validation loss of the checkpoint in the folder `step`. It is -infinity if the
-    metrics are damaged; else infinity if there are no metrics, or if the checkpoint is of iteration
-    `since` or earlier."""
+    """Returns the validation loss of the checkpoint in the folder `step`. Returns -infinity if the
+    metrics are damaged. Returns infinity if there are no metrics, or if the metrics are intact but
+    the checkpoint is of iteration `since` or earlier."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -346,18 +350,18 @@ def read_val_loss(step, since=0):
 
 
 def data_since(manifest):
-    """Returns the iteration at which a run began to train on its present data: the iteration of the
-    last resume that changed the data, 0 if no resume did.
+    """Returns the iteration at which a run began to train on its present data. This is the
+    iteration of the last resume that changed the data, or 0 if no resume changed the data.
 
-    manifest: that of a checkpoint. None, if an earlier version wrote the checkpoint, counts as
-    unchanged data."""
+    manifest: the manifest of a checkpoint. None, if an earlier version wrote the checkpoint, counts
+    as unchanged data."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
 
 def read_data_since(step):
-    """Returns the iteration from which on the run of a checkpoint has trained on its present data,
-    see data_since; 0 if the checkpoint is damaged. step: the folder of the checkpoint."""
+    """Returns data_since of the checkpoint in the folder `step`: the iteration at which the run
+    began to train on its present data. Returns 0 if the checkpoint is damaged."""
     try:
         return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
@@ -365,9 +369,9 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result identifies
-    its checkpoint: a digest of the manifest, and a digest of the checksums of each item. meta: the
-    metadata of the checkpoint."""
+    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result identifies its
+    checkpoint. There is one digest of the manifest, and one of the checksums of each item. meta:
+    the metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
@@ -388,12 +392,13 @@ def describe_checkpoint(out_dir, step, meta):
 
 def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
                     val_loss: float | None = None) -> None:
-    """Saves the state after iter_num iterations. Returns once the values are copied; writing is
-    asynchronous.
+    """Saves the state after iter_num iterations. Returns once the values are copied; they are
+    written in the background.
 
     meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
-    a candidate for the best; None without an evaluation. Raises UserError if this checkpoint or the
-    one before it cannot be written (a full disk), and if the folder holds later checkpoints."""
+    a candidate for the best; None if there was no evaluation. Raises UserError if this checkpoint
+    or the one before it cannot be written (a full disk), or if the folder holds later checkpoints.
+    Raises TryAgain instead if a save may soon succeed."""
     import orbax.checkpoint as ocp
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
@@ -417,9 +422,9 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
 
 
 def as_replicated_global_array(x):
-    """Returns `x`, a jax.Array on this process's devices alone, as a global array that is
-    replicated over the devices of all processes, as Orbax expects it. pmap returns such local
-    arrays if there are several processes. Any other `x` is returned unchanged."""
+    """Returns `x` as Orbax expects it. If `x` is a jax.Array on this process's devices alone, as
+    pmap returns if there are several processes, returns a global array that is replicated over the
+    devices of all processes. Any other `x` is returned unchanged."""
     if not isinstance(x, jax.Array) or not x.is_fully_addressable:
         return x
     copies = [copy.data for copy in x.addressable_shards]
@@ -428,7 +433,8 @@ def as_replicated_global_array(x):
 
 
 def cannot_write(what, manager, error):
-    """Returns the message that `what`, a checkpoint, cannot be written."""
+    """Returns the message which says that `what`, a text such as 'checkpoint 100', cannot be
+    written."""
     folder = manager.directory
     reason = str(error)[:200]
     try:
@@ -460,7 +466,7 @@ def add_val_loss(manager, step, val_loss):
 
 def finish_checkpoints(manager):
     """Waits until all checkpoints are on disk, and closes `manager`. Raises UserError if the last
-    one cannot be written."""
+    checkpoint cannot be written, or TryAgain if that may soon succeed."""
     run = run_of(manager)
     try:
         manager.wait_until_finished()
@@ -482,10 +488,10 @@ def opt_state_item(state):
 
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
-    """Chooses the 'latest' or the 'best' checkpoint in out_dir and returns (iteration, metadata).
-    If one of its folders in `items` is damaged, prints so on stderr and chooses the newest intact
-    checkpoint instead. If no checkpoint is intact, chooses one that has lost only its checksums.
-    Raises UserError if there is no such checkpoint either."""
+    """Chooses the 'latest' or the 'best' checkpoint in out_dir. Returns (iteration; metadata). If
+    one of the checkpoint's folders in `items` is damaged, says so on stderr and chooses the newest
+    intact checkpoint instead. If no checkpoint is intact, chooses one of which only the checksums
+    are lost. Raises UserError if there is no such checkpoint either."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
@@ -532,9 +538,9 @@ def has_checksums(run, path):
 
 
 def open_checkpoint(run, step, items=ITEMS, is_checked=True):
-    """Returns the metadata of checkpoint `step`, an iteration. Raises UserError if one of its
-    `items` is damaged, or if it is not a checkpoint of this program. run: a DiskRun or BucketRun.
-    is_checked: whether checksums are compared."""
+    """Returns the metadata of checkpoint `step`, an iteration. Raises UserError if one of the
+    checkpoint's `items` is damaged, or if this program has not written the checkpoint. run: a
+    DiskRun or BucketRun. is_checked: whether checksums are compared."""
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
     # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.
@@ -552,9 +558,9 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
 
 def read_meta(step, is_checked=True):
     """Returns the metadata of the checkpoint in the folder `step`, with the tokenizer's path
-    relative to the current folder. Raises an exception if it is not a checkpoint of this program,
-    if this version does not know its model, or if is_checked and it lacks the checksums that its
-    metadata promises."""
+    relative to the current folder. Raises an exception in three cases: this program has not written
+    the checkpoint; this version does not know the checkpoint's model or format; or is_checked is
+    true and the checkpoint lacks the checksums that its metadata promises."""
     meta = read_json(step / 'meta' / 'metadata')
     if meta.get('format', FORMAT) > FORMAT:  # earlier versions wrote none
         raise ValueError(f"it has format {meta['format']}, of a later version; this one reads "
@@ -581,7 +587,7 @@ def restore_items(out_dir, step, items):
     """Restores items of checkpoint `step` and returns {name: tree}.
 
     items: {name: abstract tree, with shapes, types and shardings}. Raises UserError if the
-    checkpoint does not fit them."""
+    checkpoint does not fit these trees, or is damaged."""
     import orbax.checkpoint as ocp
     quiet_orbax()
     run = run_folder(out_dir)
@@ -604,8 +610,8 @@ def restore_items(out_dir, step, items):
 
 
 def load_checkpoint(out_dir: str | Path, step: int, state: Any) -> Any:
-    """Returns `state` with the values of checkpoint `step`. state: an abstract TrainState, as of
-    Layout.abstract_state. Raises UserError if the checkpoint does not fit it."""
+    """Returns `state` with the values of checkpoint `step`. state: an abstract TrainState, such as
+    Layout.abstract_state makes. Raises UserError if the checkpoint does not fit `state`."""
     restored = restore_items(
         out_dir, step, {**state.weight_sets(), 'opt_state': opt_state_item(state)})
     others = restored.pop('opt_state')

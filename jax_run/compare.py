@@ -20,8 +20,8 @@ NAMED = 60  # the legend names so many runs at most, the best ones
 
 
 def compare_runs(folders, x='iterations'):
-    """Prints a table of runs, the best first: the flags that differ and the losses. Returns a
-    matplotlib figure of their curves.
+    """Prints a table of runs, the best run first, with the flags that differ and the losses.
+    Returns a matplotlib figure of the runs' curves.
 
     folders: the out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
     'tokens' or 'seconds' (of training, without evaluations). Raises UserError for a folder that
@@ -34,8 +34,8 @@ def compare_runs(folders, x='iterations'):
 
 
 def files_of(folder):
-    """Returns the folder on this disk with the files of a run: `folder`, or a copy of it if it is in
-    a bucket (gs://...)."""
+    """Returns the folder on this disk with the files of a run: `folder` itself, or a copy if the
+    run is in a bucket (gs://...)."""
     if not is_in_bucket('a run', folder):
         return Path(folder)
     from jax_run.buckets import bucket_run
@@ -43,9 +43,10 @@ def files_of(folder):
 
 
 def read_run(folder, x):
-    """Returns a dict of the run in a folder: 'folder', 'flags', 'points' [(x, train, val)] of the
-    evaluations, 'unit', 'best' (the lowest val on the present data), 'val_data' (a digest, '' if
-    not known), 'seconds' and 'speed' (median tokens per second).
+    """Returns a dict on the run in a folder: 'folder'; 'flags'; 'points', [(x, train loss, val
+    loss)] of the evaluations; 'unit' of these losses; 'best', the lowest val loss on the present
+    data; 'val_data', a digest of the validation data, or '' if that is not known; 'seconds';
+    'speed', the median of the tokens per second.
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
     the run has no evaluation."""
@@ -86,8 +87,9 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest in the latest checkpoint that can be read; None if there is no such
-    checkpoint, or if an earlier version wrote it. files: the folder of the run."""
+    """Returns the manifest in the latest checkpoint that can be read. Returns None if there is no
+    such checkpoint, or if an earlier version wrote that checkpoint. files: the folder of the
+    run."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')
@@ -97,9 +99,9 @@ def read_manifest(files):
 
 
 def mark_val_data(runs):
-    """Sets run['marked'] of each of `runs`, the results of read_run. It is {} unless runs are known
-    to have been evaluated on different data. If they are, it is {'val data': digest}, a column of
-    the table ('?' for an unknown digest), and a line is printed."""
+    """Sets run['marked'] of each of `runs`, the results of read_run. If the runs are known to have
+    different validation data, run['marked'] is {'val data': digest}, a column of the table ('?' for
+    an unknown digest), and a line is printed. Otherwise run['marked'] is {}."""
     known = {run['val_data'] for run in runs if run['val_data']}
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}
@@ -109,7 +111,7 @@ def mark_val_data(runs):
 
 
 def print_table(runs):
-    """Prints a line for each of `runs`: the flags that differ, the losses, the speed and the
+    """Prints a line for each of `runs` with the flags that differ, the losses, the speed and the
     seconds."""
     names = sorted({name for run in runs for name in run['flags']} - WITHOUT_EFFECT)
     different = []
@@ -130,8 +132,8 @@ def print_table(runs):
 
 
 def draw(runs, x):
-    """Draws the curves of `runs`, of read_run: val solid and train dotted. x: the label of the
-    horizontal axis. Returns the figure."""
+    """Draws the curves of `runs`, the results of read_run. Val curves are solid, train curves
+    dotted. x: the label of the horizontal axis. Returns the figure."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

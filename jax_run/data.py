@@ -1,5 +1,4 @@
-"""Opens the folders of data sets: meta.json, token files (uint16 or uint32, no header) and
-masks."""
+"""Opens the folders of data sets: meta.json; token files (uint16 or uint32, no header); masks."""
 import mmap
 import os
 import re
@@ -14,8 +13,8 @@ from jax_hub.tokenizers import locate_tokenizer, same_tokens
 
 
 def relative_path(path):
-    """Returns the path relative to the current folder, which is shorter in messages; unchanged if
-    it is on another drive (Windows)."""
+    """Returns the path relative to the current folder, because that is shorter in messages. A path
+    on another drive (Windows) is returned unchanged."""
     try:
         return Path(os.path.relpath(path))
     except ValueError:
@@ -27,9 +26,10 @@ class DataChanged(UserError):
 
 
 def open_tokens(path, dtype, row_length=None):
-    """Maps the numbers in a file without a header into memory: a read-only array of `dtype`,
-    [n_numbers], or, with row_length, [n_rows, row_length] without an incomplete last row. The array
-    stays with the file that was opened, even if another file gets its name."""
+    """Maps the numbers in a file without a header into memory. Returns a read-only array of
+    `dtype`, [n_numbers]. With row_length, the array is [n_rows, row_length] and leaves out an
+    incomplete last row. The array stays with the file that was opened, even if another file gets
+    its name."""
     numbers = np.memmap(path, dtype, 'r')
     if row_length:
         return numbers[:len(numbers) // row_length * row_length].reshape(-1, row_length)
@@ -46,8 +46,8 @@ def read_at_random(array):
 
 def read_soon(array, starts, n_bytes):
     """Tells the system which parts of an array of open_tokens are read next: n_bytes bytes from
-    each of `starts`, offsets in bytes. The system then fetches them together; otherwise, after
-    read_at_random, it would fetch page by page."""
+    each of `starts`, offsets in bytes. The system then fetches these parts together. Without this
+    call, after read_at_random, the system would fetch page by page."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_WILLNEED'):
         for start in starts:
@@ -56,8 +56,9 @@ def read_soon(array, starts, n_bytes):
 
 
 def check_not_cut(array):
-    """Raises DataChanged if the file of an array of open_tokens has become shorter. To read behind
-    its end would kill this process by SIGBUS, without a message. Other kinds of arrays pass."""
+    """Raises DataChanged if the file of an array of open_tokens has become shorter. Reading beyond
+    the end of the file would kill this process by SIGBUS, without a message. Accepts other kinds of
+    arrays."""
     file = getattr(array, '_mmap', None)
     if file is not None and file.size() < array.nbytes:
         raise DataChanged(f'{array.filename} was cut short while it was read: it has '
@@ -65,7 +66,7 @@ def check_not_cut(array):
 
 
 def remedy_for(data_dir):
-    """Returns what to do about a data set that is missing or damaged, for a message."""
+    """Returns a text for a message: what to do about a data set that is missing or damaged."""
     prepare = data_dir / 'prepare.py'
     if INSTALLED in prepare.resolve().parents and prepare.exists():
         return f'run: prepare-jax {data_dir.name}'
@@ -86,8 +87,8 @@ SPLITS = ('train', 'val')
 
 
 def check_meta(meta):
-    """Raises an exception, such as ValueError or KeyError, if a value of `meta`, of a meta.json, is
-    missing or not valid."""
+    """Raises an exception, such as ValueError or KeyError, if a value of `meta`, the content of a
+    meta.json, is missing or not valid."""
     for name in ('vocab_size', 'row_length', 'max_id'):
         is_optional = name != 'vocab_size'
         if type(meta[name]) is not int and not (is_optional and meta[name] is None):
@@ -116,13 +117,14 @@ def check_meta(meta):
 
 
 def load_dataset_meta(data_dir):
-    """Reads the meta.json of a data set: {'vocab_size', 'dtype', 'tokenizer', 'max_id',
-    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}. The
-    first three must be there; of the others a missing one is None. Data of the kinds 'chats' and
-    'pairs' have masks.
+    """Reads the meta.json of a data set. Returns {'vocab_size', 'dtype', 'tokenizer', 'max_id',
+    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}.
+    meta.json must have the first three keys. Each other key that it lacks has the value None. Data
+    of the kinds 'chats' and 'pairs' have masks.
 
-    A folder with train.bin but no meta.json is nanoGPT's: uint16 tokens of GPT-2's BPE. Raises
-    UserError for a missing data set, a damaged meta.json, and a meta.pkl without meta.json."""
+    A folder with train.bin but no meta.json counts as nanoGPT's: uint16 tokens of GPT-2's BPE.
+    Raises UserError for a missing data set, a damaged meta.json, or a meta.pkl without
+    meta.json."""
     data_dir = relative_path(data_dir)
     path = data_dir / 'meta.json'
     meta = dict.fromkeys(COUNTED) | NANOGPT_META
@@ -147,23 +149,24 @@ def load_dataset_meta(data_dir):
 
 
 def byte_scale(meta, split):
-    """Returns the bytes of a split's text, divided by the bytes of its tokens as load_token_bytes
-    counts them. It is below 1 if the tokenizer puts a space before each text. It is 1 if `meta`, of
-    load_dataset_meta, has no counts: older data sets have none."""
+    """Returns the number of bytes of a split's text divided by the number of bytes of its tokens,
+    as load_token_bytes counts these. The quotient is below 1 if the tokenizer puts a space before
+    each text. Returns 1 if `meta`, what load_dataset_meta returns, has no counts, as in older data
+    sets."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
 
 
 def load_dataset(data_dir, block_size):
-    """Opens data_dir/{train,val}.bin as prepare.py wrote them. If meta.json holds max_id (the
-    largest id) and the numbers of tokens, these are trusted, and only the sizes of the files are
-    compared with them. Otherwise all tokens are read, a share in each process.
+    """Opens data_dir/{train,val}.bin as prepare.py wrote them. If meta.json has max_id (the largest
+    id) and the numbers of tokens, these values are trusted, and only the sizes of the files are
+    compared with the numbers of tokens. Otherwise all tokens are read, a share in each process.
 
-    Returns ({'train': array, 'val': array}, vocab_size, tokenizer description), see
-    load_dataset_meta; an array is uint16 or uint32 [n_tokens], or [n_rows, block_size + 1] if the
-    data set was prepared in rows. Raises UserError for missing, short or damaged files, rows of
-    another length, and token ids outside the vocabulary."""
+    Returns ({'train': array, 'val': array}; vocab_size; tokenizer description), see
+    load_dataset_meta. An array is uint16 or uint32, [n_tokens], or [n_rows, block_size + 1] if the
+    data set was prepared in rows. Raises UserError for missing, short or damaged files, for rows of
+    another length, and for token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
 
@@ -196,8 +199,9 @@ def load_dataset(data_dir, block_size):
 
 
 def check_size(path, meta, split, block_size):
-    """Raises UserError unless `path`, the file of a split, has a whole number of tokens, more than
-    block_size, and as many as `meta` says (None: any number)."""
+    """Raises UserError if `path`, the file of a split, is missing, or if its size is wrong. The
+    file must have a whole number of tokens, more than block_size, and as many as `meta` says (None:
+    any number)."""
     if not path.exists():
         raise UserError(f'there is no {path}; {remedy_for(path.parent)}')
 
@@ -222,13 +226,13 @@ def check_size(path, meta, split, block_size):
 
 
 def load_masks(data_dir, splits):
-    """Opens the masks of a data set, data_dir/{train,val}_mask.bin. splits: {split: tokens}, as of
-    load_dataset. Returns {split: uint8 array with the shape of the tokens}, or {} for a data set
-    without masks, in which all tokens count.
+    """Opens the masks of a data set, data_dir/{train,val}_mask.bin. splits: {split: tokens}, as
+    load_dataset returns. Returns {split: uint8 array with the shape of the tokens}, or {} for a
+    data set without masks, in which all tokens count.
 
     A mask has a byte for each token: 1 if it counts in the loss (an assistant's tokens), else 0. In
     packed rows, the first token of a conversation or of the padding has 2 instead. Raises UserError
-    for a mask that is missing or of another length."""
+    if a mask is missing or has another length than the tokens."""
     data_dir = relative_path(data_dir)
     paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
     are_there = [path.exists() for path in paths.values()]
@@ -245,14 +249,16 @@ def load_masks(data_dir, splits):
 
 
 def load_digests(data_dir):
-    """Returns {file: SHA-256} from the meta.json of a data set, {} if it has none."""
+    """Returns {file: SHA-256} from the meta.json of a data set, or {} if meta.json has no
+    digests."""
     return load_dataset_meta(data_dir)['digests'] or {}
 
 
 def load_ends(path, n_tokens):
-    """Returns where each conversation of a split ends, int64 [n_conversations], in tokens from the
-    start of the split, which has n_tokens. Raises UserError if the file is missing, the number of
-    conversations is odd, one has fewer than two tokens, or the last does not end at n_tokens."""
+    """Returns where each conversation of a split ends, int64 [n_conversations], counted in tokens
+    from the start of the split. n_tokens: the number of tokens of the split. Raises UserError if
+    the file is missing, if the number of conversations is odd, if a conversation has fewer than two
+    tokens, or if the last conversation does not end at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:
@@ -264,8 +270,8 @@ def load_ends(path, n_tokens):
 # mixtures of data sets
 
 def parse_mixture(dataset, root=None):
-    """Returns {folder: fraction} for the flag --dataset. dataset: one folder (its path, or its name
-    under `root`, see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
+    """Returns {folder: fraction} for the flag --dataset. dataset: one folder (a path, or a name
+    under `root`; see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
     anything else."""
     # one data set: without a colon, except in a URL or in the name of a folder
     is_one = dataset.count(':') == dataset.count('://')
@@ -291,9 +297,9 @@ def parse_mixture(dataset, root=None):
 
 
 def dataset_folder(name, root=None):
-    """Returns the folder of a data set. name: its path, its name under `root` (by default under
-    data/, see find_shipped), or gs://bucket/folder, which is copied to this machine if it is not
-    there yet."""
+    """Returns the folder of a data set. name: the folder's path; or its name under `root` (by
+    default under data/, see find_shipped); or gs://bucket/folder. A folder of a bucket is copied to
+    this machine if no copy is there yet."""
     if not is_in_bucket('dataset', name):
         return Path(root) / name if root else find_shipped('data', name)
     from jax_run.buckets import fetch_dataset
@@ -301,8 +307,9 @@ def dataset_folder(name, root=None):
 
 
 def load_mixture_meta(dataset, root=None):
-    """Returns (the {folder: fraction} of parse_mixture, the meta.json of the first data set).
-    Raises UserError if another data set cannot be mixed with the first."""
+    """Returns ({folder: fraction} as parse_mixture does; meta.json of the first data set as
+    load_dataset_meta does). Raises UserError if another data set cannot be mixed with the first
+    data set."""
     shares = parse_mixture(dataset, root)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]

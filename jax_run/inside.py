@@ -1,4 +1,4 @@
-"""Computes intermediate results of a model. flax collects the outputs of its modules, and
+"""Computes intermediate results of a model. flax collects the outputs of the model's modules, and
 record_attention (jax_transformer.py) adds the attention probabilities. L is the number of
 layers."""
 import dataclasses
@@ -20,12 +20,12 @@ def look_inside(model, ids, part):
     float32 array. V is the size of the vocabulary, D the width, H the number of heads. part:
     - 'logits' [T, V], for the token after each token;
     - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
-      the last after the final norm, as transformers' output_hidden_states;
+      that of the last block after the final norm, as transformers' output_hidden_states;
     - 'attention' [L, H, T, T]: the attention probabilities of a head at each position (third axis)
       for each key (last axis), as transformers' output_attentions. With a sink, a row adds up to
       less than 1.
 
-    Raises UserError for no tokens, for more than the context has, and for a model on several
+    Raises UserError if `ids` is empty or longer than the context, or if the model is on several
     devices."""
     if len(model.layout.devices) > 1:
         raise UserError(f'{part} is for a model on one device: load it without tensor and expert')
@@ -52,8 +52,8 @@ def look_inside(model, ids, part):
 
 @functools.partial(jax.jit, static_argnames=('config', 'part'))
 def compute_part(params, idx_1xT, *, config, part):
-    """Computes what look_inside returns, and the same for the padding. idx_1xT: int32 [1, T], the
-    ids of one text, padded at the end."""
+    """Computes what look_inside returns, but also for the positions of the padding. idx_1xT: int32
+    [1, T], the ids of one text, padded at the end."""
     model = GPT(config)
     if part == 'logits':
         return model.apply({'params': params}, idx_1xT)[0]

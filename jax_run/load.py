@@ -1,5 +1,5 @@
-"""Loads the weights of a run of train_jax.py. LoRA's updates are merged into their base, or the
-base is loaded alone, frozen for training."""
+"""Loads the weights of a run of train_jax.py. For a LoRA run, either LoRA's updates are merged into
+the base model, or the base model is loaded alone, frozen for training."""
 import os
 
 import jax
@@ -17,9 +17,9 @@ from jax_transformer import WEIGHTS, GPTConfig
 
 
 def load_frozen(lora, config, layout):
-    """Loads the frozen weights of a LoRA run. Returns ({'weights', 'scale'} for TrainState.frozen,
-    the checksum of the weights). Matrices are int8 if the run has --quantize; scale is alpha /
-    rank. lora: the LoRA entry of a checkpoint, see Model. Raises UserError as load_base does."""
+    """Loads the frozen weights of a LoRA run. Returns ({'weights', 'scale'} for TrainState.frozen;
+    checksum of the weights). Matrices are int8 if the run has --quantize. scale is alpha / rank.
+    lora: the LoRA entry of a checkpoint (see Model). Raises UserError as load_base does."""
     change = quantize_param if lora['quantize'] else None
     weights, crc = load_base(lora, config, layout, change)
     scale = layout.device_put(np.float32(lora['alpha'] / lora['rank']))
@@ -27,9 +27,9 @@ def load_frozen(lora, config, layout):
 
 
 def load_merged(lora, config, layout, updates):
-    """Loads the base of a LoRA run and adds `updates`, LoRA's, to its weights. If the run has
-    --quantize, its matrices are rounded to int8 first, as in training. Returns the parameters,
-    float32. Raises UserError as load_base does."""
+    """Loads the base model of a LoRA run and adds LoRA's `updates` to the weights of that model. If
+    the run has --quantize, the base model's matrices are rounded to int8 first, as in training.
+    Returns the parameters, float32. Raises UserError as load_base does."""
     updates = flatten_dict(updates)
 
     def change(path, array):
@@ -41,9 +41,9 @@ def load_merged(lora, config, layout, updates):
 
 
 def merge_updates(weights, lora, updates):
-    """Returns the parameters that load_merged returns, from weights that are loaded already.
-    weights: frozen parameters, as in TrainState.frozen. Both weights and updates are in the memory
-    of the host."""
+    """Returns the same parameters as load_merged, but from weights that are loaded already.
+    weights: frozen parameters, as in TrainState.frozen. Weights and updates are in the memory of
+    the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():
@@ -53,8 +53,8 @@ def merge_updates(weights, lora, updates):
 
 def merge(path, array, lora, updates):
     """Returns `array`, a frozen parameter, in float32, plus its update if `updates` has one. path:
-    of the parameter in the tree, a tuple of names. updates: {path of a parameter, with 'a' or 'b'
-    at its end: array}."""
+    the path of the parameter in the tree, a tuple of names. updates: {path of a parameter, with 'a'
+    or 'b' at its end: array}."""
     array = as_kernel(array).to_float32(path[-1] != 'kernel')
     if (*path, 'a') in updates:
         a = np.asarray(updates[*path, 'a'])
@@ -64,9 +64,8 @@ def merge(path, array, lora, updates):
 
 
 def load_base(lora, config, layout, change):
-    """Loads the weights of the model that LoRA updates. Returns (weights, checksum), as
-    load_weights does. change: see load_weights. Raises UserError if the model has moved or
-    changed."""
+    """Loads the weights of LoRA's base model. Returns (weights; checksum), as load_weights does.
+    change: see load_weights. Raises UserError if the base model has moved or changed."""
     check_place(lora)
     params, crc = load_start_weights(lora['base'], config, layout, change)
     check_checksum(lora, crc)
@@ -74,8 +73,8 @@ def load_base(lora, config, layout, change):
 
 
 def check_place(lora):
-    """Raises UserError if the base model of a LoRA run has moved: if lora['base'] is an absolute
-    path or a URL that no longer exists."""
+    """Raises UserError if the base model of a LoRA run has moved, that is, if lora['base'] is an
+    absolute path or a URL that no longer exists."""
     base = lora['base']
     has_gone = os.path.isabs(base) and not os.path.exists(base)
     if is_url(base):
@@ -86,8 +85,8 @@ def check_place(lora):
 
 
 def check_checksum(lora, crc):
-    """Raises UserError if crc differs from lora['checksum'], the checksum of the base model. Older
-    runs have None there, which is not compared."""
+    """Raises UserError if crc differs from lora['checksum'], the checksum of the base model. In
+    older runs lora['checksum'] is None, and nothing is compared."""
     if lora['checksum'] not in (None, crc):
         raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; "
                         'put these back, or name where they are with --base=FOLDER')
@@ -97,9 +96,10 @@ def check_checksum(lora, crc):
 # runs, with and without LoRA
 
 def load_start_weights(source, config, layout, change=None):
-    """Loads the parameters that a run starts from. Returns (parameters, checksum), as load_weights
-    does. source: a pretrained model, or the checkpoint of a run, out_dir/ckpt/ITERATION. LoRA's
-    updates in the checkpoint are merged. change: see load_weights."""
+    """Loads the parameters that a run starts from. Returns (parameters; checksum), as load_weights
+    does. source: a pretrained model, or the checkpoint of a run, out_dir/ckpt/ITERATION. If the
+    checkpoint has LoRA's updates, they are merged into their base model. change: see
+    load_weights."""
     if not is_checkpoint(source):
         return load_weights(source, config, layout, change)
 
@@ -122,11 +122,12 @@ def load_start_weights(source, config, layout, change=None):
 
 
 def load_run(out_dir, which='best', layout=None, base=''):
-    """Loads a run's model: (config, params, metadata) of a checkpoint. which: 'best' or 'latest'.
+    """Loads a run's model from a checkpoint. Returns (config; params; metadata). which: 'best' or
+    'latest'.
 
     The params are sharded as `layout` says (by default, on the first device), with LoRA's updates
-    merged. base: see move_base; '' to keep the known place. Raises UserError if there is no
-    checkpoint."""
+    merged. base: see move_base; '' keeps the known place of the base model. Raises UserError if
+    there is no checkpoint."""
     layout = layout or setup_distributed_training(jax.devices()[:1])
     config, params, lora, meta = restore_run(out_dir, which, layout, base)
     if lora:
@@ -135,12 +136,12 @@ def load_run(out_dir, which='best', layout=None, base=''):
 
 
 def load_updates(out_dir, which='best', base=''):
-    """Loads the updates of a LoRA run, for save_adapter: (config, updates in the memory of the
-    host, the LoRA entry of the checkpoint, metadata).
+    """Loads the updates of a LoRA run, for save_adapter. Returns (config; updates in the memory of
+    the host; LoRA entry of the checkpoint; metadata).
 
-    The arguments are those of load_run. Raises UserError for a run without LoRA, for a base that
-    peft cannot load, and for a base that has moved or changed, because peft adds an adapter to any
-    weights of the same shapes."""
+    The arguments are those of load_run. Raises UserError for a run without LoRA, and for a base
+    model that peft cannot load. Raises UserError also for a base model that has moved or changed,
+    because peft would add the adapter to any weights of the same shapes."""
     layout = setup_distributed_training(jax.devices()[:1])
     config, updates, lora, meta = restore_run(out_dir, which, layout, base)
     if not lora:

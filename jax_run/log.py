@@ -24,13 +24,13 @@ class RunLog:
     """Logs the iterations and evaluations of a run. On accelerators an iteration is logged after
     the next step is dispatched, because fetching the metrics waits for the device.
 
-    run: a Run. metrics_log: a MetricsLog, or None in processes that do not log. wandb_run: of
-    start_wandb, or None.
-    tokens_per_iter: tokens of an iteration. mfu: None if the device's peak is unknown, else a
-    function of the tokens per second that returns the model FLOPs utilization.
+    run: a Run. metrics_log: a MetricsLog, or None in processes that do not log. wandb_run: what
+    start_wandb returns, or None.
+    tokens_per_iter: the number of tokens of an iteration. mfu: None if the device's peak is
+    unknown, else a function of the tokens per second that returns the model FLOPs utilization.
     is_synchronous: whether a step is done when its call returns, as on CPUs.
-    started: the time.perf_counter() of the script's start. imports_s: seconds that its imports
-    took.
+    started: the time.perf_counter() of the script's start. imports_s: the seconds that the script's
+    imports took.
     printed: names of metrics to print at the end of an iteration's line. metrics.jsonl has all
     metrics of a step.
 
@@ -100,10 +100,10 @@ class RunLog:
     # --- iterations
 
     def iteration(self, iter_num, metrics):
-        """Logs iteration iter_num on a CPU. Elsewhere logs the iteration before, so that the host
-        does not wait for the step that has just begun. metrics: {name: scalar on the device} of the
-        step; None for an iteration without an update, because none of its tokens counts in the
-        loss."""
+        """Logs iteration iter_num on a CPU. On other devices, logs the previous iteration, so that
+        the host does not wait for the step that has just begun. metrics: {name: scalar on the
+        device} of the step; None if there was no update, because no token of the iteration counts
+        in the loss."""
         self.flush()
         if metrics is None:
             self.bar.update()
@@ -175,8 +175,8 @@ class RunLog:
         self.say(line)
 
     def move_end(self, run, iter_num):
-        """Logs that from iteration iter_num on a run has another number of iterations. run: the Run
-        with this number."""
+        """Logs that the number of iterations of a run has changed, before iteration iter_num. run:
+        the Run with the new number."""
         self.max_iters = run.flags['max_iters']
         self.bar.total = self.max_iters
         self.say(f'iter {iter_num}: the speed has changed: max_iters={self.max_iters}, also '
@@ -187,8 +187,8 @@ class RunLog:
     # --- evaluations
 
     def evaluation(self, iter_num, losses, sample=''):
-        """Logs `losses`, as estimate_losses returns them, and `sample`, a text by the model, and
-        draws loss.png. Raises NotFinite, a UserError, if a loss is not finite."""
+        """Logs an evaluation and draws loss.png. losses: what estimate_losses returns. sample: a
+        text by the model, or ''. Raises NotFinite, a UserError, if a loss is not finite."""
         # {'val': {'loss': ...}} becomes 'val_loss'; one data set of several, {'val_web': {'loss':
         # ...}}, becomes 'val_loss_web'
         flat = {}
@@ -249,13 +249,14 @@ class NotFinite(UserError):
 class MetricsLog:
     """The file out_dir/metrics.jsonl, one JSON object per line.
 
-    Opening it for iteration `iter_num` drops an earlier run's records of iterations from iter_num
-    on, and an incomplete last line, so that every iteration is there once after a resume. But an
-    evaluation at iter_num is kept, and not written again, and so is a line about a moved end. With
-    iter_num=0 all is dropped. If other lines cannot be read, a message says so, they are left out,
-    and the old file is kept as metrics.jsonl.damaged.
+    If the file is opened for iteration `iter_num`, an earlier run's records of iterations from
+    iter_num on are dropped, and an incomplete last line too, so that every iteration is there once
+    after a resume. Two kinds of records at iter_num are kept: an evaluation, which is then not
+    written again; and a line about a moved end. With iter_num=0, all records are dropped. If other
+    lines cannot be read, a message says so, these lines are left out, and the old file is kept as
+    metrics.jsonl.damaged.
 
-    If a line cannot be written, for example on a full disk, it is written with a later one."""
+    A line that cannot be written, for example on a full disk, is written with a later line."""
 
     def __init__(self, out_dir, iter_num=0):
         self.path = Path(out_dir) / 'metrics.jsonl'
@@ -309,7 +310,7 @@ class MetricsLog:
                      f"iteration {record['iter']} on until that is possible again")
 
     def close(self):
-        """Closes the file. Warns how many lines could not be written, if any."""
+        """Closes the file. If lines could not be written, warns how many."""
         if self.unwritten:
             n = self.unwritten.count(b'\n')
             warn(f'{self.path} lacks its last {n} lines, which could not be written')
@@ -325,8 +326,8 @@ def read_metrics(out_dir):
 
 
 def read_lines(path):
-    """Yields the record of each whole line of metrics.jsonl, None for one that cannot be read. An
-    incomplete last line is left out."""
+    """Yields the record of each whole line of metrics.jsonl, or None for a line that cannot be
+    read. Leaves out an incomplete last line."""
     if not path.exists():
         return
     with open(path, encoding='utf-8', errors='replace') as lines:
@@ -342,10 +343,10 @@ def read_lines(path):
 
 @functools.cache
 def loss_figure():
-    """Returns (figure, {key of metrics.jsonl: line in the figure}), the same objects in every call.
+    """Returns (figure; {key of metrics.jsonl: line in the figure}), the same objects in every call.
 
-    matplotlib's figures are full of reference cycles, so a new one for every evaluation would keep
-    1.4 MB each until a full garbage collection."""
+    matplotlib's figures are full of reference cycles, so each new figure would keep 1.4 MB until a
+    full garbage collection."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     figure = FigureCanvasAgg(Figure(figsize=(7, 4.5))).figure
@@ -365,10 +366,10 @@ FEW_EVALUATIONS = 10
 
 
 def plot_losses(out_dir):
-    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations, and the
-    losses of training and validation data of the evaluations, at most 5,000 points of each. With
-    fewer than FEW_EVALUATIONS evaluations a smoothed curve of the iterations is drawn, too, because
-    two or three points are no curve.
+    """Draws out_dir/loss.png from out_dir/metrics.jsonl: the loss of the logged iterations; and, of
+    the evaluations, the losses on training data and on validation data. Each curve has at most
+    5,000 points. If there are fewer than FEW_EVALUATIONS evaluations, a smoothed curve of the
+    iterations is drawn, too, because two or three points are no curve.
 
     Reads the file line by line and keeps 16 bytes per point, because all records of a long run
     would fill the memory."""

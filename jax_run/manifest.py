@@ -1,8 +1,9 @@
 """The manifest of a run: data, tokenizer, source files, versions, and the choices made for the
 devices.
 
-Every checkpoint keeps it in its metadata. A resume compares the data, and several processes compare
-what `flatten` returns before they train together. It holds no path, host or user name.
+Every checkpoint keeps the manifest in its metadata. A resume compares the data of the manifests.
+Several processes compare what `flatten` returns before they train together. The manifest holds no
+path, host or user name.
 
 | key | |
 |---|---|
@@ -69,13 +70,14 @@ LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
 
 def open_manifest(run, data, config):
-    """Makes the manifest of a run, and compares it with the other processes' manifests. In a resume
-    it compares the data with the checkpoint's.
+    """Makes the manifest of a run, and compares it with the other processes' manifests. In a
+    resume, also compares the data with the data of the checkpoint.
 
-    run: a Run. data: of open_data. config: the GPTConfig of the run's Program. Returns the
-    manifest. If the data have changed, the best validation loss begins anew, see begins_anew.
-    Raises UserError if processes differ. Also raises it if the data differ from the checkpoint's,
-    unless the user gave --init_from=resume, and --dataset on the command line."""
+    run: a Run. data: what open_data returns. config: the GPTConfig of the run's Program. Returns
+    the manifest. If the data have changed, the best validation loss begins anew (see begins_anew).
+    Raises UserError if processes differ. Raises UserError also if the data differ from the data of
+    the checkpoint, and the user did not ask for that by --init_from=resume together with --dataset
+    on the command line."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -92,7 +94,7 @@ def open_manifest(run, data, config):
 
 
 def make_manifest(run, data, config):
-    """Returns the manifest of a run that begins now, see the head of this file. run, data, config:
+    """Returns the manifest of a run that begins now (see the head of this file). run, data, config:
     see open_manifest."""
     start = 'pretrained' if run.model.source else 'scratch'
     return {
@@ -122,8 +124,8 @@ def flags_of(run):
 
 def flatten(manifest):
     """Returns {description: value} of what all processes must have in common (data, source files,
-    versions and so on), so that a message can name what differs. The names of the data sets are
-    left out, because each process may have its own folders."""
+    versions and so on), so that a message can name what differs. Leaves out the names of the data
+    sets, because each process may have its own folders."""
     values = {}
     for i, one in enumerate(manifest['data']):
         number = f' of data set {i}' if len(manifest['data']) > 1 else ''
@@ -141,15 +143,16 @@ def flatten(manifest):
 
 
 def find_machine(manifest):
-    """Returns the kind of device of a manifest, and the features of its CPU, as a text."""
+    """Returns a text on the machine of a manifest: the kind of device and the features of the
+    CPU."""
     devices = manifest['devices']
     return ' '.join(filter(None, [devices['kind'], devices.get('cpu', '')]))
 
 
 def find_cpu(device):
-    """Returns the architecture and the CPU_FEATURES of a CPU, such as 'x86_64 avx2 avx512f'; '' for
-    another device. Also lists features that XLA_FLAGS forbids: the manifest has XLA_FLAGS, too,
-    see find_settings."""
+    """Returns the architecture and the CPU_FEATURES of a CPU, such as 'x86_64 avx2 avx512f', or ''
+    for another device. Also lists features that XLA_FLAGS forbids, because the manifest has
+    XLA_FLAGS, too (see find_settings)."""
     if device.platform != 'cpu':
         return ''
     features = []
@@ -160,8 +163,8 @@ def find_cpu(device):
 
 
 def find_commit():
-    """Returns the commit of the checkout that this file is in, with '+' behind it if files of the
-    checkout have been changed; None outside a checkout."""
+    """Returns the commit of the checkout that this file is in, followed by '+' if files of the
+    checkout have been changed. Returns None outside a checkout."""
     root = Path(__file__).parents[1]
 
     def git(*words):
@@ -185,8 +188,8 @@ def find_settings():
 
 
 def find_changed(known, now):
-    """Compares a manifest `known` with a later one, `now`, except for the data. Returns the
-    differences, {part: {name: [before, now]}}. Leaves out names that only one of them has, and the
+    """Compares a manifest `known` with a later manifest `now`, except for the data. Returns the
+    differences, {part: {name: [before, now]}}. Leaves out names that only one manifest has, and the
     flags in WITHOUT_EFFECT."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
@@ -202,9 +205,9 @@ def find_changed(known, now):
 
 
 def list_changes(changed, there):
-    """Returns a list of lines, such as 'version jax: 0.9 in the run, 0.10 here': one for each
-    difference in `changed`, except those of devices. changed: what find_changed returns. there:
-    where the first manifest is from, as 'the run'."""
+    """Returns a list of lines such as 'version jax: 0.9 in the run, 0.10 here', one for each
+    difference in `changed` except differences of devices. changed: what find_changed returns.
+    there: where the earlier manifest is from, as 'the run'."""
     return [f'{shown}{name}: {before or "none"} in {there}, {after or "none"} here'
             for part, shown in (('sources', 'source '), ('versions', 'version '),
                                 ('settings', 'setting '), ('flags', 'flag '), ('chosen', ''))
@@ -229,7 +232,8 @@ def say_what_differs(changed):
 
 
 def describe_data(sets):
-    """Returns the `data` of a manifest, see the head of this file. sets: a list of DataSets."""
+    """Returns the entry `data` of a manifest (see the head of this file). sets: a list of
+    DataSets."""
     described = []
     for one in sets:
         files = {}
@@ -240,10 +244,11 @@ def describe_data(sets):
 
 
 def describe_file(array, sha256=None):
-    """Describes a file of data that is open as an array: {'bytes', 'samples', 'sha256'}.
+    """Returns {'bytes', 'samples', 'sha256'}, the description of a data file that is open as
+    `array`.
 
-    samples: CRC-32 of blocks that are spread evenly over the file. sha256: the digest of the whole
-    file in meta.json; if None, the key is left out."""
+    samples: the CRC-32 of blocks of bytes that are spread evenly over the file. sha256: the digest
+    of the whole file, from meta.json. If it is None, the key is left out."""
     check_not_cut(array)
     content = array.reshape(-1).view(np.uint8)
     crc = 0
@@ -259,7 +264,7 @@ def describe_file(array, sha256=None):
 
 def spread_blocks(n_bytes):
     """Returns the offsets in bytes at which the blocks of describe_file start. n_bytes: the size of
-    the file. The first block is at the start of the file, the last one at its end."""
+    the file. The first block is at the start of the file, the last block at the end of the file."""
     if n_bytes <= N_BLOCKS * BLOCK:
         return range(0, n_bytes, BLOCK)
     last = n_bytes - BLOCK
@@ -289,8 +294,8 @@ def find_changes(before, now):
 
 
 def find_change(before, now):
-    """Returns how a file has changed, '' if no change is known. before, now: what describe_file
-    returns; None if there is no such file."""
+    """Returns a text on how a file has changed, or '' if no change is known. before, now: what
+    describe_file returned before and returns now; None if the file did not or does not exist."""
     if not before or not now:
         return 'not there now' if before else 'not there before'
     if before['bytes'] != now['bytes']:
@@ -303,8 +308,9 @@ def find_change(before, now):
 
 
 def continue_data(run, data):
-    """Returns the `earlier_data` of a run that is resumed. data: the `data` of this process's
-    manifest. Raises UserError for changed data that the user did not ask for; see open_manifest."""
+    """Returns the manifest's `earlier_data` for a run that is resumed. data: the `data` of this
+    process's manifest. Raises UserError for changed data that the user did not ask for (see
+    open_manifest)."""
     known = run.resumed.get('manifest')
     if not known:
         print('the checkpoint is of an earlier version and does not say of which data it is: they '
@@ -329,14 +335,14 @@ def continue_data(run, data):
 
 
 def begins_anew(manifest, iter_num):
-    """Returns whether the data of a run change at iter_num, where it is resumed. Then the best
-    validation loss of its checkpoint does not count."""
+    """Returns whether the data of a run change at iter_num, where the run is resumed. If so, the
+    best validation loss in its checkpoint does not count."""
     return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 
 def val_digest(manifest):
-    """Returns a digest of the validation data. Losses can be compared if their digests are equal.
-    The digest does not depend on whether meta.json has digests."""
+    """Returns a digest of the validation data. Losses of two runs can be compared if the runs'
+    digests are equal. The digest does not depend on whether meta.json has digests."""
     files = []
     for one in manifest['data']:
         of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()
@@ -346,7 +352,7 @@ def val_digest(manifest):
 
 
 def describe_tokenizer(tokenizer):
-    """Returns a tokenizer's description without its path."""
+    """Returns the description of a tokenizer without the path in it."""
     return {name: value for name, value in tokenizer.items() if name != 'path'}
 
 

@@ -1,6 +1,6 @@
-"""Turns --minutes into max_iters: times the training step before the run, which then starts as if
-the number of iterations had been given. Times it again while the run trains, and moves the end of
-the run if the speed has changed."""
+"""Turns --minutes into max_iters. Before the run, times the training step; the run then starts as
+if the number of iterations had been given. While the run trains, times the step again, and moves
+the end of the run if the speed has changed."""
 import math
 import time
 
@@ -17,13 +17,13 @@ MOVED = 0.02  # the end of a run is moved by at least this share of the iteratio
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
-    """Times training steps and an evaluation. Returns max_iters: the iterations that the run has
-    made, plus those that fit into the rest of its --minutes, at least one. The minutes begin at
-    clock.started. All processes call this and get the same number.
+    """Times training steps and an evaluation. Returns max_iters: the number of iterations that the
+    run has made, plus the number that fit into what is left of --minutes, at least one. The minutes
+    begin at clock.started. All processes call this function and get the same number.
 
-    state: a TrainState like the run's; it is used up. step: the compiled step. make_batch: a
-    function of the iteration. evaluate: a function of the state. clock: a Stopwatch. stop: the
-    StopSignal of this process."""
+    state: a TrainState like that of the run; this function uses it up. step: the compiled step.
+    make_batch: a function of the iteration. evaluate: a function of the state. clock: a Stopwatch.
+    stop: the StopSignal of this process."""
     flags = run.flags
 
     # steps; the first one of a process takes longer
@@ -58,9 +58,9 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
 
 class Deadline:
-    """Keeps a run within its --minutes while other programs begin and end beside it.
+    """Keeps a run within its --minutes while other programs on the machine begin and end.
 
-    run: a Run with the number of iterations that fit. layout: its Layout. started: the
+    run: a Run with the number of iterations that fit. layout: the run's Layout. started: the
     time.perf_counter() at which the minutes began."""
 
     def __init__(self, run, layout, started):
@@ -72,7 +72,7 @@ class Deadline:
         self.measure_from(run.iter_num, 0.0)
 
     def measure_from(self, iter_num, evaluating_s):
-        """Begins a measurement before iteration iter_num. evaluating_s: that of the RunLog."""
+        """Begins a measurement before iteration iter_num. evaluating_s: RunLog.evaluating_s now."""
         self.first = iter_num
         self.begun = time.perf_counter()
         self.evaluating_s = evaluating_s
@@ -80,8 +80,8 @@ class Deadline:
 
     def has_moved(self, iter_num, log):
         """Measures the speed again if that is due before iteration iter_num. Returns whether
-        max_iters, the number of iterations that fit, has changed. All processes call this, and have
-        the same max_iters afterwards. log: the RunLog."""
+        max_iters, the number of iterations that fit, has changed. All processes call this method,
+        and have the same max_iters afterwards. log: the RunLog."""
         if iter_num < self.next or iter_num >= self.max_iters:
             return False
         n = 0
@@ -96,8 +96,8 @@ class Deadline:
 
     def count_fitting(self, iter_num, evaluating_s):
         """Returns how many iterations fit into the time that is left before iteration iter_num, at
-        the speed since the last measurement. An evaluation follows after them. evaluating_s: that
-        of the RunLog."""
+        the speed since the last measurement. The time of the evaluation at the end is subtracted
+        first. evaluating_s: RunLog.evaluating_s now."""
         now = time.perf_counter()
         evaluating_s -= self.evaluating_s
         every = self.eval_interval
@@ -111,8 +111,9 @@ class Deadline:
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """Prints, if fewer than FEW iterations fit, how many fit and what has taken the time. flags:
-    of the run, with the max_iters that fit. source: the training data. seconds: since the start."""
+    """Prints how many iterations fit and what has taken the time, if fewer than FEW iterations fit.
+    flags: the flags of the run, with the max_iters that fit. source: the training data. seconds:
+    the seconds since the start."""
     n = flags['max_iters']
     if n >= FEW:
         return
@@ -125,8 +126,9 @@ def say_if_few_iterations(flags, source, seconds):
 
 
 def time_iterations(state, step, make_batch, must_stop):
-    """Runs iterations, including the drawing of batches, until must_stop(seconds since the first
-    began) is true. Returns (state, number of iterations, mean seconds of one)."""
+    """Runs iterations, including the drawing of batches, until must_stop(seconds) is true. seconds:
+    the time since the first iteration began. Returns (state; number of iterations; mean seconds of
+    an iteration)."""
     n_timed = 0
     metrics = None
     is_last = False
@@ -143,8 +145,8 @@ def time_iterations(state, step, make_batch, must_stop):
 
 
 def first_batch(make_batch, iteration=0):
-    """Returns the first batch, from `iteration` on, with a token that counts in the loss.
-    make_batch returns None if no token counts."""
+    """Returns the first batch, from `iteration` on, that has a token that counts in the loss.
+    make_batch returns None for a batch in which no token counts."""
     batch = make_batch(iteration)
     while batch is None:
         iteration += 1

@@ -14,7 +14,7 @@ MODEL_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The model that a run starts from, as new_model, continued_model and pretrained_model return
+    """The model that a run starts from. new_model, continued_model and pretrained_model return
     it."""
     config: GPTConfig
     tokenizer: dict  # its description
@@ -25,9 +25,10 @@ class Model:
 
 
 def with_block_size(config, block_size, source):
-    """Returns the config of a trained model, for sequences of block_size tokens. A table of learned
-    positions is truncated; if it is too short, a UserError is raised. With RoPE the config's
-    block_size stays, or is raised to the argument, which is said in a line.
+    """Returns the config of a trained model, for sequences of block_size tokens. With learned
+    positions, the table of positions is truncated to block_size; if the table is too short, raises
+    UserError. With RoPE, the block_size of the config stays if it is at least the argument.
+    Otherwise block_size is raised to the argument, and a printed line says so.
 
     source: the name of the model, for messages."""
     if config.position == 'learned':
@@ -46,8 +47,8 @@ def with_block_size(config, block_size, source):
 
 
 def config_from_flags(flags, **more):
-    """Makes a GPTConfig from the model's flags; `more` sets fields without a flag. n_inner is the
-    width of each expert too. Raises UserError for flags that do not go together."""
+    """Makes a GPTConfig from the flags of the model. more: values of fields without a flag. n_inner
+    is also the width of each expert. Raises UserError for flags that do not go together."""
     names = (MODEL_FLAGS | {'dropout'}) - {'n_expert', 'n_expert_used'}
     fields = {name: flags[name] for name in names}
     layer_types = flags['layer_types'].split(',')
@@ -66,8 +67,9 @@ def config_from_flags(flags, **more):
 
 
 def flags_from_config(config, given=None):
-    """Returns the model's flags that describe a config; fields without a flag are left out. Raises
-    UserError if a flag in `given`, the user's flags, has another value, except block_size."""
+    """Returns the flags that describe the model of a config. Leaves out fields without a flag.
+    Raises UserError if a model flag in `given`, the user's flags, has another value; block_size may
+    have another value."""
     names = MODEL_FLAGS - {'n_expert', 'n_expert_used'}
     flags = {name: getattr(config, name) for name in names}
     flags['layer_types'] = ','.join(config.layer_types)

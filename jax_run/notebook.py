@@ -26,14 +26,15 @@ SCRIPT = Path(__file__).parent.parent / 'train_jax.py'
 
 
 def train(config='', **flags):
-    """Trains as `python train_jax.py CONFIG --name=value ...` does. config: the path CONFIG, '' for
-    none. flags: name=value. Returns (the model, as jax_text.load gives it; the records of
-    metrics.jsonl), or None with eval_only.
+    """Trains as `python train_jax.py CONFIG --name=value ...` does. config: the path CONFIG, or ''
+    for none. flags: name=value. Returns (model, as jax_text.load returns; records of
+    metrics.jsonl). Returns None with eval_only.
 
-    In a notebook it shows loss.png, drawn again at each evaluation. An interrupt saves and returns
-    what has been trained; a second interrupt ends the training at once, without saving. Raises
-    UserError for everything that the script refuses and for settings that come too late for this
-    process, and KeyboardInterrupt if nothing has been saved."""
+    In a notebook, shows loss.png, drawn again at each evaluation. After an interrupt, saves and
+    returns what has been trained. A second interrupt ends the training at once, without saving.
+    Raises UserError for everything that the script refuses, and for settings that come too late for
+    this process. Raises KeyboardInterrupt if an interrupt ends the training and nothing has been
+    saved."""
     check_process(flags)
     arguments = [str(config)] if config else []
     arguments += [f'--{name}={value}' for name, value in flags.items()]
@@ -53,8 +54,8 @@ def train(config='', **flags):
 
 
 def compare(folders, x='iterations'):
-    """Prints a table of runs, the best first, and returns a figure of their curves for the notebook
-    to show; see compare_runs."""
+    """Prints a table of runs, the best run first, and returns a figure of the runs' curves, which
+    the notebook shows. See compare_runs."""
     shell = notebook()
     if shell:
         from IPython.core.pylabtools import select_figure_formats
@@ -64,7 +65,7 @@ def compare(folders, x='iterations'):
 
 def check_process(flags):
     """Raises UserError outside of the main thread, and for flags that this process cannot follow:
-    those of several processes, and deterministic=True after JAX has started a GPU or TPU."""
+    the flags for several processes; deterministic=True after JAX has started a GPU or TPU."""
     if threading.current_thread() is not threading.main_thread():
         raise UserError('train() runs in the main thread, which alone sees an interrupt')
     if flags.get('deterministic') and is_initialized() and jax.default_backend() != 'cpu':
@@ -76,7 +77,8 @@ def check_process(flags):
 
 
 def is_initialized():
-    """Returns whether JAX has looked for its devices; True if this version of JAX does not say."""
+    """Returns whether JAX has looked for its devices. Returns True if this version of JAX does not
+    say."""
     try:
         from jax._src.xla_bridge import backends_are_initialized
     except ImportError:
@@ -94,7 +96,7 @@ def notebook():
 
 @contextlib.contextmanager
 def watched():
-    """Yields a list, into which the Run that begins inside the block is put. In a notebook it also
+    """Yields a list and puts into it the Run that begins inside the with block. In a notebook, also
     shows the run's loss.png."""
     runs = []
     shown = None
@@ -121,7 +123,7 @@ def watched():
 
 @contextlib.contextmanager
 def settings_kept():
-    """Restores, at the end of the block, the settings of this process that the script changes:
+    """Restores, at the end of the with block, the settings of this process that the script changes:
     hooks, arguments, output, levels of logging, XLA_FLAGS."""
     names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
     saved = {name: getattr(sys, name) for name in names}

@@ -20,9 +20,9 @@ from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
 
 class OutDir:
-    """The folder of a run, locked from here until close() or the end of the process. Raises
-    UserError if it holds an earlier run that is neither resumed nor to be overwritten
-    (--overwrite), or if another run holds the lock."""
+    """The folder of a run. The folder is locked from the making of this object until close() or the
+    end of the process. Raises UserError in two cases: the folder holds an earlier run that is
+    neither resumed nor to be overwritten (--overwrite); or another run holds the lock."""
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
@@ -46,9 +46,9 @@ class OutDir:
         self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
 
     def begin(self, run, manifest, bpb_bytes):
-        """Deletes the checkpoints of a run that is overwritten, opens checkpoints, metrics.jsonl
-        and wandb, and writes config.json, the tokenizer, and the config.json of a pretrained model.
-        For the arguments see writing()."""
+        """Begins to write a run. Deletes the checkpoints of a run that is overwritten. Opens the
+        checkpoints, metrics.jsonl and wandb. Writes config.json, the tokenizer, and the config.json
+        of a pretrained model. For the arguments see writing()."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
@@ -82,8 +82,9 @@ class OutDir:
         self.folder.upload()
 
     def move_end(self, run, manifest):
-        """Writes config.json anew for a run that has another number of iterations from here on, as
-        the checkpoints after it do. run, manifest: those with this number."""
+        """Writes config.json anew when the number of iterations of the run has changed. Later
+        checkpoints have the new number, too. run, manifest: the Run and the manifest with the new
+        number."""
         self.run, self.manifest = run, manifest
         if not self.metrics_log:
             return
@@ -94,15 +95,15 @@ class OutDir:
             warn(f'cannot write {self.path}/config.json anew: {error.strerror}')
 
     def is_saving(self):
-        """Returns whether a checkpoint is being written in the background, or the save of the
-        last one has begun."""
+        """Returns whether a checkpoint is being written in the background, or the save of the last
+        checkpoint has begun."""
         return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
-        began: its checkpoint is there already, or nothing has been trained. best_val_loss: the
-        lowest so far. is_last: whether this is the last checkpoint. Raises UserError if the
-        parameters are not finite, and as save_checkpoint does."""
+        began, because the checkpoint is there already, or nothing has been trained. best_val_loss:
+        the lowest validation loss so far. is_last: whether this is the last checkpoint. Raises
+        UserError if the parameters are not finite, and whenever save_checkpoint does."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -123,9 +124,9 @@ class OutDir:
     def record_val_loss(self, iter_num, val_loss):
         """Uploads the files of a run in a bucket, metrics.jsonl among them.
 
-        If the run was resumed at iter_num, also adds val_loss to that checkpoint, because a signal
-        may have saved it without an evaluation. The checkpoint can then be chosen as the best. Adds
-        nothing if the data changed at iter_num."""
+        If the run was resumed at iter_num, also adds val_loss to the checkpoint of iter_num,
+        because a signal may have saved that checkpoint without an evaluation. The checkpoint can
+        then be chosen as the best. Adds nothing if the data changed at iter_num."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -139,12 +140,12 @@ class OutDir:
 
     @contextlib.contextmanager
     def saved_on_failure(self, what, iter_num, state, best_val_loss):
-        """Saves a checkpoint if the body of the with statement fails, before the error ends the
-        run: memory may run out, wandb may be unreachable, data may be truncated. Saves nothing
-        after NotFinite, and nothing if there are several processes, because the others wait for the
-        one that has failed.
+        """Saves a checkpoint if the with block fails, before the error ends the run. For example,
+        memory may run out, wandb may be unreachable, or data may be truncated. Saves nothing after
+        NotFinite. Saves nothing if there are several processes, because the other processes wait
+        for the failed one.
 
-        what: what the body does, for the message. state: the TrainState after iter_num
+        what: what the block does, for the message. state: the TrainState after iter_num
         iterations."""
         try:
             yield
@@ -161,7 +162,7 @@ class OutDir:
             raise
 
     def close(self):
-        """Closes metrics.jsonl and gives the lock back. Nothing is written afterwards."""
+        """Closes metrics.jsonl and gives the lock back. After that, nothing is written."""
         if self.metrics_log:
             self.metrics_log.close()
         self.folder.upload()
@@ -170,11 +171,11 @@ class OutDir:
 
     @contextlib.contextmanager
     def writing(self, run, manifest, bpb_bytes):
-        """Begins to write a run, see begin(). At the end of the block it completes the checkpoints
-        saved so far, even if the run fails. Raises UserError if data have changed on the disk; the
-        message says where the run can go on.
+        """Begins to write a run (see begin()). At the end of the with block, completes the
+        checkpoints saved so far, even if the run fails. Raises UserError if data have changed on
+        the disk; the message says from where the run can continue.
 
-        run: a Run. manifest: of open_manifest. bpb_bytes: see Data.bpb_bytes."""
+        run: a Run. manifest: what open_manifest returns. bpb_bytes: see Data.bpb_bytes."""
         self.begin(run, manifest, bpb_bytes)
         try:
             yield
@@ -201,16 +202,16 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints a line if the bits per byte of a resumed run count other bytes than before. earlier,
-    now: values of Data.bpb_bytes."""
+    """Prints a line if the bits per byte of a resumed run now count other bytes than before.
+    earlier, now: the values of Data.bpb_bytes before and now."""
     if earlier != now:
         print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '
               'before: the data set was made anew, and the two do not compare')
 
 
 def config_json_of(source):
-    """Returns the path of the config.json of the model that a run starts from, or None if it has
-    none. source: Model.source."""
+    """Returns the path of the config.json of the model that a run starts from, or None if there is
+    no such file. source: Model.source."""
     if source is None:
         return None
     if not is_checkpoint(source):
@@ -224,13 +225,15 @@ def config_json_of(source):
 # the lock
 
 def lock_out_dir(out_dir, resumed_at=None):
-    """Locks out_dir until the lock is closed or the process ends. Returns the lock in process 0,
-    None in the others; out_dir/lock says who holds it. Raises UserError if another run holds it, or
-    if a process does not see it: then the processes have different folders.
+    """Locks out_dir until the lock is closed or the process ends. Process 0 returns the lock, other
+    processes return None. The file out_dir/lock says who holds the lock. Raises UserError if
+    another run holds the lock. Raises UserError also if a process does not see the lock of process
+    0, because the processes then have different folders.
 
-    Renames checkpoints to <iteration>.damaged, so that Orbax does not see them, if their metrics
-    are unreadable, or if they are newer than iteration `resumed_at`: a run resumes from an older
-    checkpoint only if the newer ones are damaged. resumed_at: None if the run is not resumed."""
+    Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them. A
+    checkpoint counts as damaged if its metrics are unreadable, or if it is newer than iteration
+    `resumed_at`, because a run resumes from an older checkpoint only if the newer ones are damaged.
+    resumed_at: None if the run is not resumed."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
@@ -249,7 +252,7 @@ def lock_out_dir(out_dir, resumed_at=None):
 
 
 def set_damaged_aside(run, resumed_at):
-    """Renames the damaged checkpoints of a run, see lock_out_dir. run: a DiskRun or BucketRun."""
+    """Renames the damaged checkpoints of a run (see lock_out_dir). run: a DiskRun or BucketRun."""
     folder = run.files / 'ckpt'
     for step in list_steps(folder):
         path = folder / str(step)
@@ -261,8 +264,8 @@ def set_damaged_aside(run, resumed_at):
 
 
 def see_lock(run, out_dir, holder):
-    """Raises UserError unless this process sees the lock that process 0 holds. Waits up to 40 s,
-    because an NFS client may show the writes of another machine only 30 s later."""
+    """Raises UserError if this process does not see the lock that process 0 holds. Waits up to 40
+    s, because an NFS client may show the writes of another machine only 30 s later."""
     for _ in range(400):
         if run.is_locked_by(holder):
             return

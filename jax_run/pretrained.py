@@ -1,5 +1,5 @@
-"""Starts a run from another model's weights, and samples the model of a run while it trains.
-Training from scratch without --sample_prompt needs neither, and does not import this."""
+"""Starts a run from another model's weights, and samples the model of a run while the run trains.
+Training from scratch without --sample_prompt does not import this module."""
 import dataclasses
 import os
 
@@ -27,8 +27,8 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 
 def pretrained_model(flags, given, meta, dtype):
     """Makes the Model of a run that starts from flags['init_from']: the weights of another run or
-    of a pretrained model. Returns (Model, flags), in which the flags that describe the model have
-    its values. given: the flags that the user gave. meta: what load_dataset_meta returns."""
+    of a pretrained model. Returns (Model; flags). The flags that describe the model have that
+    model's values. given: the flags that the user gave. meta: what load_dataset_meta returns."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer
@@ -78,9 +78,10 @@ def pretrained_model(flags, given, meta, dtype):
 # a sample while training
 
 def open_sampler(run):
-    """Makes a function that takes a TrainState and returns a continuation of --sample_prompt, as
-    sample_jax.py would from a checkpoint of this state. For a new model before its first update the
-    function returns ''. Raises UserError for a prompt that cannot be continued."""
+    """Makes a function that takes a TrainState and returns a continuation of --sample_prompt, the
+    same that sample_jax.py would make from a checkpoint of this state. For a new model before its
+    first update, that function returns ''. Raises UserError for a prompt that cannot be
+    continued."""
     prompt = run.flags['sample_prompt']
     with in_all_processes():
         sampler = create_sampler(prompt, run.model, run.devices[0])
@@ -94,8 +95,9 @@ def open_sampler(run):
 
 
 def create_sampler(prompt, model, device):
-    """Returns the Model as a TextModel without parameters, for sample_while_training. It is on one
-    device of the same kind as `device`. Raises UserError for a prompt that it cannot continue."""
+    """Returns the Model as a TextModel without parameters, for sample_while_training. The TextModel
+    is on one device of the same kind as `device`. Raises UserError for a prompt that the model
+    cannot continue."""
     layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     config = config_for_decoding(model.config, layout, model.config.dtype)
     sampler = TextModel({}, config, load_tokenizer(model.tokenizer), layout)
@@ -105,8 +107,8 @@ def create_sampler(prompt, model, device):
 
 def sample_while_training(sampler, state, lora, prompt, seed):
     """Returns the first SAMPLE_TOKENS tokens, as a text, of the first sample that sample_jax.py
-    would return with the parameters of a TrainState. All processes call this, and all get the text.
-    The state stays unchanged.
+    would return with the parameters of a TrainState. All processes call this function, and all get
+    the text. The state stays unchanged.
 
     sampler: a TextModel without parameters, as create_sampler returns it. lora: the LoRA entry of
     the checkpoint."""

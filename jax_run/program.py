@@ -1,6 +1,6 @@
 """Puts together what runs on the devices: a config with its kernels chosen for a Layout, the
-optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py use it; decoding
-uses config_for_decoding (jax_devices/choose.py)."""
+optimizer, and the compiled steps. train_jax.py, bench_jax.py and tools/plan.py use this module.
+Decoding uses config_for_decoding (jax_devices/choose.py) instead."""
 import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from jax_transformer import GPTConfig
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of training. They are flags of train_jax.py, which describes them."""
+    """Options of training. Each option is a flag of train_jax.py and is described there."""
     seed: int = 1337
     optimizer: str = 'adamw'
     beta1: float = 0.9
@@ -39,7 +39,8 @@ class Options:
 
 
 class Program(NamedTuple):
-    """The config, the optimizer and the compiled steps of a training, as assemble returns them."""
+    """The config, the optimizer and the compiled steps of a training. assemble returns a
+    Program."""
     config: GPTConfig  # as it is executed: with its attention and its way of computing experts
     reasons: dict  # {'attention': why, 'experts': why, of a model that has some}
     layout: Layout
@@ -51,7 +52,7 @@ class Program(NamedTuple):
 
 
 def assemble(config, layout, options, objective=language_model, *, packed=False):
-    """Returns the Program that trains this config on the devices of a Layout.
+    """Returns the Program that trains the model of `config` on the devices of a Layout.
 
     options: an Options. objective: an Objective of jax_train_utils. packed: whether rows of the
     data hold several conversations. Raises UserError if the devices cannot split or compute the

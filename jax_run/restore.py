@@ -1,5 +1,5 @@
-"""Reads the parameters of a run from a checkpoint, or LoRA's updates. jax_run/load.py merges
-updates into their base."""
+"""Reads the parameters of a run, or LoRA's updates, from a checkpoint. jax_run/load.py merges the
+updates into their base model."""
 import os
 
 import jax
@@ -11,10 +11,10 @@ from jax_transformer import GPTConfig, init_params
 
 
 def restore_run(out_dir, which, layout, base):
-    """Restores a checkpoint of a run: (config, params, LoRA entry, metadata). Without LoRA the
-    entry is None; with LoRA, params holds only the updates. which: 'best' or 'latest'. layout: a
-    Layout or OnHost. base: see move_base; '' to keep the known place. Raises UserError if there is
-    no checkpoint."""
+    """Restores a checkpoint of a run. Returns (config; params; LoRA entry; metadata). Without LoRA,
+    the LoRA entry is None. With LoRA, params are the updates alone. which: 'best' or 'latest'.
+    layout: a Layout or OnHost. base: see move_base; '' keeps the known place of the base model.
+    Raises UserError if there is no checkpoint."""
     step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
@@ -23,10 +23,10 @@ def restore_run(out_dir, which, layout, base):
 
 
 def restore_params(out_dir, step, config, meta, layout):
-    """Restores the parameters of a checkpoint, sharded as `layout` says. For a LoRA run these are
-    the updates alone. If the checkpoint has several sets of weights (--ema), the last is restored.
-    config, meta: the model's config, the checkpoint's metadata. Raises UserError if no model can be
-    built from them, or if the checkpoint does not fit it."""
+    """Restores the parameters of a checkpoint, sharded as `layout` says. For a LoRA run, restores
+    the updates alone. If the checkpoint has several sets of weights (--ema), restores the last set.
+    config: the model's config. meta: the checkpoint's metadata. Raises UserError if no model can be
+    built from config and meta, or if the checkpoint does not fit that model."""
     try:
         params = layout.abstract_state(make_params, config, meta.get('lora'))
     except (OverflowError, TypeError, ValueError) as error:
@@ -46,8 +46,8 @@ def make_params(config, lora):
 
 def move_base(lora, base):
     """Returns the LoRA entry of a checkpoint with `base` as the place of its base model. base: a
-    pretrained model, or the out_dir of the run whose checkpoint LoRA has updated. Raises UserError
-    if the run has no LoRA."""
+    pretrained model, or the out_dir of the run whose checkpoint is LoRA's base model. Raises
+    UserError if `lora` is None, that is, for a run without LoRA."""
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)
@@ -57,8 +57,8 @@ def move_base(lora, base):
 
 
 def full_path(source):
-    """Returns the absolute path of a model's folder or file, which a checkpoint can keep. The name
-    of a model on a hub is returned unchanged."""
+    """Returns the absolute path of a model's folder or file, in a form that a checkpoint can keep.
+    Returns the name of a model on a hub unchanged."""
     on_disk = os.path.expanduser(source)
     return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
 
@@ -72,7 +72,7 @@ class OnHost:
 
     @staticmethod
     def abstract_state(make, *args):
-        """Returns a tree of numpy arrays with the shapes and dtypes of make(*args); their content
-        is undefined. make is traced, not computed."""
+        """Returns a tree of numpy arrays with the shapes and dtypes of make(*args). The content of
+        the arrays is undefined, because `make` is only traced, not computed."""
         tree = jax.eval_shape(lambda: make(*args))
         return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)

@@ -1,5 +1,5 @@
-"""Splits the rows of sample_jax.py into batches, and writes their file, which the same command
-continues if it was killed."""
+"""Splits the rows of sample_jax.py into batches, and writes the file of samples. If a command was
+killed, the same command continues its file."""
 import hashlib
 import json
 import os
@@ -22,8 +22,8 @@ def digest_flags(flags, title, prompts):
 
 def split_rows(prompts, num_samples, batch_size, done=()):
     """Splits the rows that are not in `done` into batches, lists of at most batch_size rows. A row
-    is (index of the prompt, index of its sample). prompts: lists of token ids. Rows of similar
-    length share a batch, in which they are sorted."""
+    is (index of the prompt, index of its sample). prompts: lists of token ids. Rows with prompts of
+    similar length share a batch. Within a batch, rows are sorted by their indices."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
@@ -31,11 +31,11 @@ def split_rows(prompts, num_samples, batch_size, done=()):
 
 
 class SampleFile:
-    """A file of samples, one JSON object per line. Each batch is appended.
+    """A file of samples, one JSON object per line. append() adds the lines of a batch.
 
     `done` holds the lines that an earlier command with the same flags had written before it was
     killed: {(index of the prompt, index of its sample): line, a dict}. digest: what digest_flags
-    returns. Raises UserError for a file that was written with other flags."""
+    returns. Raises UserError if the file was written with other flags."""
 
     def __init__(self, path, digest):
         self.path = path
@@ -51,8 +51,8 @@ class SampleFile:
                                  for line in self.done.values()))
 
     def keep(self, text):
-        """Puts a line of an earlier command into `done`. Raises UserError if the command
-        had other flags."""
+        """Puts a line of an earlier command into `done`. Raises UserError if that command had other
+        flags."""
         try:
             line = json.loads(text)
             is_ours = line['flags'] == self.digest
@@ -65,8 +65,8 @@ class SampleFile:
         self.done[row] = line
 
     def append(self, lines):
-        """Appends the lines of a batch, {(index of the prompt, index of its sample): line}. Adds
-        these indices and the digest to each line."""
+        """Appends the lines of a batch, {(index of the prompt, index of its sample): line}. Each
+        written line also has these two indices and the digest."""
         texts = []
         for (number, index), line in lines.items():
             line = {**line, 'index': index, 'number': number, 'flags': self.digest}
@@ -75,7 +75,8 @@ class SampleFile:
             file.write(''.join(texts))
 
     def finish(self):
-        """Sorts the lines of the file by prompt. Call it when all samples are there."""
+        """Sorts the lines of the file by prompt, then by sample. Call this method when the file has
+        all samples."""
         if not os.path.isfile(self.path):
             return
         lines = {}

@@ -33,16 +33,16 @@ STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 
 class Order(NamedTuple):
     """Describes an endless stream of n rows or windows, shuffled anew in each epoch. An epoch has
-    each of them once, at the places offset + stride * i for i in 0 .. n - 1. The offset is drawn
-    for each epoch, 0 <= offset < n_offsets; it is 0 if n_offsets is 0."""
+    each row or window once, at the places offset + stride * i for i in 0 .. n - 1. The offset is
+    drawn for each epoch, 0 <= offset < n_offsets. If n_offsets is 0, the offset is 0."""
     n: int
     seed: int
     stride: int = 1
     n_offsets: int = 0
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places in the data, int64 [B], of the sequences `numbers`, int64 [B], of the
-        stream."""
+        """Returns the places in the data, int64 [B], of the sequences with these numbers in the
+        stream. numbers: int64 [B]."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -53,7 +53,7 @@ class Order(NamedTuple):
 
 
 def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
-    """Shuffles an epoch of an Order. Returns (offset, permutation of 0 .. n - 1 in the smallest
+    """Shuffles an epoch of an Order. Returns (offset; permutation of 0 .. n - 1, in the smallest
     unsigned integer type). The latest two epochs of each Order are cached, because an iteration at
     the end of an epoch reads both."""
     return epochs_of(order)(epoch)
@@ -74,21 +74,21 @@ def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
 def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
     """Returns the Order of windows of block_size + 1 tokens. The last token of a window is the
     first of the next. An epoch has one window less than fit into n_tokens, so that there are at
-    least block_size offsets; if only one window fits, it has that one."""
+    least block_size offsets. But if only one window fits, an epoch has that window."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
 
 def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, iteration: int,
                   rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the sequences of one iteration: (x, y), int32 [n_rows, block_size]; y is one token
-    later.
+    """Draws the sequences of one iteration. Returns (x; y), int32 [n_rows, block_size]. y is x
+    shifted by one token: the next tokens.
 
-    tokens: an array [n_tokens]. rows: which of the n_rows to return, an array, by default all. A
-    pure function of its arguments: returns the sequences from iteration * n_rows on of an endless
-    shuffled stream, in which an epoch holds every window once. (nanoGPT draws windows at random: an
-    epoch's worth misses 1/e of the tokens.) With another n_rows the same iteration means other
-    sequences."""
+    tokens: an array [n_tokens]. rows: an array that says which of the n_rows sequences to return;
+    by default all. A pure function of its arguments: returns the sequences from iteration * n_rows
+    on of an endless shuffled stream, in which an epoch holds every window once. (nanoGPT draws
+    windows at random: an epoch's worth of draws misses 1/e of the tokens.) With another n_rows, the
+    same iteration has other sequences."""
     rows = np.arange(n_rows) if rows is None else rows
     windows = Windows(tokens, block_size=block_size, seed=seed)
     return windows.get(tokens, windows.locate(iteration * n_rows + rows))
@@ -98,7 +98,7 @@ def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, i
 # the kinds of data
 
 class Evaluation(NamedTuple):
-    """The sequences that every evaluation reads: the same ones, for any seed and number of
+    """The sequences that every evaluation reads. They are the same for any seed and number of
     devices, so that curves can be compared."""
     places: np.ndarray
     share: float = 1.0  # share of their targets that count in the loss
@@ -109,9 +109,9 @@ class Evaluation(NamedTuple):
 class Windows:
     """A split of one long text: its sequences are windows of block_size tokens.
 
-    tokens: an array [n_tokens]. mask: an array that holds the constant COUNTS for each token that
-    counts and 0 for the others, see load_masks; None if all count. split, vocab_size: those of the
-    data set, for messages and checks."""
+    tokens: an array [n_tokens]. mask: an array with the constant COUNTS for each token that counts
+    and 0 for each other token (see load_masks); None if all tokens count. split: the name of the
+    split, for messages. vocab_size: the size of the data set's vocabulary, for checks."""
     byte_scale = 1  # see data.byte_scale; open_texts sets it
 
     def __init__(self, tokens: np.ndarray, mask: np.ndarray | None = None, *, block_size: int,
@@ -132,8 +132,8 @@ class Windows:
         return window_order(len(self.tokens), self.block_size, seed)
 
     def get(self, array: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns x and y, int32 [B, block_size]: the windows of `array` that start at `places`,
-        and the same shifted by one token. array: the tokens or their mask."""
+        """Returns (x; y), each int32 [B, block_size]: the windows of `array` that start at
+        `places`; the windows that start one token later. array: the tokens or their mask."""
         check_not_cut(array)
         windows = array[places[:, None] + np.arange(self.block_size + 1)].astype(np.int32)
         return windows[:, :-1], windows[:, 1:]
@@ -142,7 +142,8 @@ class Windows:
         """Reads the sequences at `places`, [B].
 
         Returns {'x', 'y' int32 [B, block_size]} and, if there is a mask, 'weight' float32: 1 for
-        targets that count, 0 for others. Raises UserError for an id outside the vocabulary."""
+        targets that count, 0 for other targets. Raises UserError for an id outside the
+        vocabulary."""
         x, y = self.get(self.tokens, places)
         check_ids(x, y, self.vocab_size, self.split)
         batch = {'x': x, 'y': y}
@@ -151,7 +152,7 @@ class Windows:
         return batch
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask at `places`: {'weight'}, see read()."""
+        """Reads the mask at `places`. Returns {'weight'}, see read()."""
         _, mask_y = self.get(self.mask, places)
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 
@@ -167,12 +168,12 @@ class Windows:
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
         """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
-        all sequences of an iteration, int64. rows: which of them to return.
+        all sequences of an iteration, int64. rows: which of these sequences to return.
 
-        Returns a batch as read() does, or None if no target of all `numbers` counts. Weights have a
-        mean of 1 over the targets of all `numbers`. So the mean of the weighted losses is the mean
-        over the tokens that count, however the batch is split into micro-batches and over
-        devices."""
+        Returns a batch as read() does, or None if no target of the whole iteration (all `numbers`)
+        counts. Weights have a mean of 1 over the targets of the whole iteration. So the mean of the
+        weighted losses is the mean over the tokens that count, however the batch is split into
+        micro-batches and over devices."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
@@ -180,7 +181,7 @@ class Windows:
         return scale_weights(batch, self.count(places), len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns the number of passes over the split in n_sequences sequences."""
+        """Returns the number of passes over the split that n_sequences sequences make."""
         return n_sequences / self.order.n
 
     def spread(self, n_rows: int) -> np.ndarray:
@@ -189,8 +190,8 @@ class Windows:
         return np.arange(n_rows) * last // max(1, n_rows - 1)
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
-        """Chooses the n_rows sequences that every evaluation reads, and counts their tokens and
-        bytes.
+        """Returns the Evaluation: the n_rows sequences that every evaluation reads, with the counts
+        of their tokens and bytes.
 
         token_bytes: the bytes of each token id, for bits per byte; None to count no bytes. Raises
         UserError if none of the tokens counts."""
@@ -233,8 +234,8 @@ class Rows(Windows):
         return rows[:, :-1], rows[:, 1:]
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask at `places`: {'weight' float32, 'start' int32, 'padding' bool}, each [B,
-        block_size], see GPT.loss."""
+        """Reads the mask at `places`. Returns {'weight' float32, 'start' int32, 'padding' bool},
+        each [B, block_size]; see GPT.loss."""
         mask = self.mask[places]
         weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
@@ -249,8 +250,8 @@ class Rows(Windows):
 
 def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
     """Scales the weights of a batch to a mean of 1 over the targets of its iteration, and returns
-    the batch; None if no target counts. n_targets: the number of targets of the iteration.
-    n_counted: the number of those that count in the loss."""
+    the batch. Returns None if no target counts. n_targets: the number of targets of the iteration.
+    n_counted: how many of these targets count in the loss."""
     if not n_counted:
         return None
     batch['weight'] = (batch['weight'] * (n_targets / n_counted)).astype(np.float32)
@@ -258,18 +259,19 @@ def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
 
 
 def find_starts(mask_x: np.ndarray) -> np.ndarray:
-    """Finds where the conversation of each token starts: int32 [n_rows, T], positions in the row.
+    """Returns where the conversation of each token starts, int32 [n_rows, T], as a position in the
+    token's row.
 
     mask_x: the mask of packed rows [n_rows, T], with STARTS at the first token of a conversation or
-    of the padding. Tokens before the first STARTS of a row get 0."""
+    of the padding. A token before the first STARTS of its row gets 0."""
     position = np.arange(mask_x.shape[1], dtype=np.int32)
     return np.maximum.accumulate(np.where(mask_x == STARTS, position, 0), axis=1)
 
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
-    """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the
-    rows, as in find_starts. The last part of a row is padding if none of its tokens counts,
-    because each conversation has a token that counts."""
+    """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the rows
+    (see find_starts). The last part of a row, from its last STARTS on, is padding if no token of
+    that part counts, because each conversation has a token that counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)
@@ -277,8 +279,8 @@ def find_padding(mask: np.ndarray) -> np.ndarray:
 
 
 def check_ids(x: np.ndarray, y: np.ndarray, vocab_size: int, split: str) -> None:
-    """Raises UserError if sequences of a split hold an id that is not below vocab_size.
-    load_dataset has not checked this: it trusts meta.json."""
+    """Raises UserError if the sequences x and y of a split have an id outside the vocabulary of
+    vocab_size tokens. load_dataset has not checked the ids, because it trusts meta.json."""
     if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
         raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, '
                         'which meta.json denies: they have been changed; run the prepare.py of '
@@ -288,12 +290,13 @@ def check_ids(x: np.ndarray, y: np.ndarray, vocab_size: int, split: str) -> None
 class Pairs(Windows):
     """The pairs of answers of a split that fit in rows of block_size positions, for DPO.
 
-    Conversations 2 i and 2 i + 1 are the same prompt with the chosen and the rejected answer.
-    Sequences 2 p and 2 p + 1 of the stream are a pair, padded at their ends.
+    Conversation 2 i is a prompt with the chosen answer, and conversation 2 i + 1 the same prompt
+    with the rejected answer. Sequences 2 p and 2 p + 1 of the stream are a pair; each sequence is
+    padded at its end.
 
-    ends: where each conversation ends in the tokens. mask: COUNTS for the answers.
-    length_normalized: whether a token weighs 1 / number of tokens of its answer, instead of 1.
-    Raises UserError if no pair fits."""
+    ends: where each conversation ends in the tokens. mask: the array with COUNTS for each token of
+    an answer, else 0. length_normalized: whether the weight of an answer's token is 1 / (number of
+    tokens of the answer), instead of 1. Raises UserError if no pair fits."""
     def __init__(self, tokens: np.ndarray, mask: np.ndarray, ends: np.ndarray, *,
                  length_normalized: bool, block_size: int, split: str, **options: Any):
         self.bounds = np.append(0, ends)
@@ -346,18 +349,20 @@ class Pairs(Windows):
         return self.read(self.locate(numbers[rows]))
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
-        """Chooses the n_rows // 2 pairs of conversations that every evaluation reads, or all if
-        there are fewer. token_bytes has no effect: pairs have no bits per byte."""
+        """Returns the Evaluation: the n_rows // 2 pairs of conversations that every evaluation
+        reads, or all pairs if there are fewer. token_bytes has no effect: pairs have no bits per
+        byte."""
         n = min(n_rows // 2, len(self.fitting))
         chosen = self.fitting[np.arange(n) * len(self.fitting) // n]
         return Evaluation((2 * chosen[:, None] + [0, 1]).ravel())
 
 
 class Mixture:
-    """A mixture of splits; each part has its fraction of the sequences.
+    """A mixture of splits. Each split is a part of the mixture, and gives its fraction of the
+    sequences.
 
-    parts: sources, each with a stream of its own. fractions: one for each part; they sum to 1.
-    Either all parts have a mask, or none."""
+    parts: sources, each with a stream of its own. Either all parts have a mask, or no part has one.
+    fractions: one for each part, with a sum of 1."""
     def __init__(self, parts: list[Windows], fractions: list[float]):
         self.parts = parts
         self.fractions = fractions
@@ -402,17 +407,17 @@ class Mixture:
 def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Assigns the sequences of a run, given by their numbers, to the parts of a mixture.
 
-    Returns (the part, the number of the sequence in the part's own stream), int64 [B]. For every N,
-    each part gets its fraction of the first N sequences, with an error of at most len(fractions)
-    sequences. For example, with fractions 0.5, 0.25, 0.25:
+    Returns (index of the part; number of the sequence in the part's own stream), each int64 [B].
+    For every N, each part gets its fraction of the first N sequences, with an error of at most
+    len(fractions) sequences. For example, with fractions 0.5, 0.25, 0.25:
 
         number    0  1  2  3  4  5  6  7
         part      2  1  0  0  2  1  0  0
         own       0  0  0  1  1  1  2  3
 
     The loop goes from the last part to the first. Part k takes its share of the sequences that are
-    still unassigned, and leaves the rest to the parts before it. `own` unassigned sequences come
-    before this one; `before` of them go to the parts before k."""
+    still unassigned, and leaves the other sequences to the parts before k. `own` unassigned
+    sequences come before a sequence; `before` of these go to the parts before k."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
@@ -439,7 +444,7 @@ class DataSet(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The data of a run: it trains on sequences of `train` and evaluates each of the sets."""
+    """The data of a run. The run trains on sequences of `train` and evaluates each of the sets."""
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
@@ -458,8 +463,8 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
     """Opens the data sets of a run. Returns Data.
 
     shares, meta: what load_mixture_meta returns. length_normalized: see Pairs. All processes call
-    this; open_manifest compares the data that they have. Raises UserError for files that are
-    missing or damaged."""
+    this function; open_manifest compares the data of the processes. Raises UserError for files that
+    are missing or damaged."""
     options = dict(block_size=block_size, seed=seed, vocab_size=meta['vocab_size'])
     with in_all_processes():
         if meta['kind'] == 'pairs':
@@ -491,9 +496,9 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
 
 
 def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
-    """Opens data sets of texts or conversations: a list of DataSets. If one of them has masks, the
-    others get masks in which every token counts. shares: {folder: fraction}. options: keyword
-    arguments of Windows."""
+    """Opens data sets of texts or conversations. Returns a list of DataSets. If one data set has
+    masks, each split without a mask gets a mask in which every token counts. shares: {folder:
+    fraction}. options: keyword arguments of Windows."""
     tokens = {}
     masks = {}
     for folder in shares:
@@ -519,14 +524,15 @@ def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
 
 
 def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> Windows:
-    """Makes Rows of tokens that were prepared in rows, [n_rows, block_size + 1], and Windows of
-    tokens [n_tokens]. options: their keyword arguments."""
+    """Returns a source of tokens: Rows if the tokens were prepared in rows, [n_rows, block_size +
+    1]; Windows if they are one long text, [n_tokens]. options: keyword arguments of Rows or
+    Windows."""
     kind = Rows if tokens.ndim == 2 else Windows
     return kind(tokens, mask, **options)
 
 
 def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
-    """Opens a data set of pairs: a DataSet. options: further keyword arguments of Pairs."""
+    """Opens a data set of pairs. Returns a DataSet. options: further keyword arguments of Pairs."""
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}

@@ -10,12 +10,12 @@ from jax_transformer import cache_bytes, without_tables
 
 
 def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dtype, is_detailed):
-    """Returns lines, as a text, on the time of compilation, prefill and decoding. They compare
-    decoding with the memory bandwidth: a step reads all weights and the KV cache.
+    """Returns lines, as a text, on the time of compilation, prefill and decoding. The lines compare
+    decoding with the memory bandwidth, because a step reads all weights and the KV cache.
 
-    started: time.perf_counter() when the script started. imports_s: seconds that its imports took.
-    is_detailed: whether to return all lines; otherwise only the first, and the one on drafts if
-    there were any."""
+    started: time.perf_counter() when the script started. imports_s: the seconds that the script's
+    imports took. is_detailed: whether to return all lines. If not, returns the first line, and the
+    line on drafts if there were drafts."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -54,8 +54,8 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
 
 
 def report_decoding(model, generations, n_new):
-    """Returns the lines on decoding, '' if all generations ended with their first token. n_new: the
-    number of tokens generated in all."""
+    """Returns the lines on decoding, or '' if all generations ended with their first token. n_new:
+    the number of tokens generated in all."""
     # the first lap of a generation is its prefill and first step, and does not count
     decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
     if not decode_s:
@@ -91,14 +91,14 @@ def report_decoding(model, generations, n_new):
 
 
 def leaves_context(config, generations):
-    """Returns whether a row is longer than the context of a model with learned position embeddings;
-    False for other models."""
+    """Returns whether the model has learned position embeddings and a row is longer than its
+    context."""
     longest = max(int(generation.result.lengths.max()) for generation in generations)
     return config.position == 'learned' and longest > config.block_size
 
 
 def describe_drafts(generations):
-    """Returns the line on drafts, '' if there were none."""
+    """Returns the line on drafts, or '' if there were no drafts."""
     results = [generation.result for generation in generations]
     drafted = sum(result.drafted for result in results)
     accepted = sum(result.accepted for result in results)
@@ -111,9 +111,10 @@ def describe_drafts(generations):
 
 
 def bytes_read_per_step(params, config, n_tokens):
-    """Returns the bytes of parameters that a decode step reads for n_tokens tokens, those of all
-    rows together. Tables that without_tables leaves out do not count, because a step looks up
-    single rows of them. Experts count by their expected number, see expected_experts."""
+    """Returns the number of bytes of parameters that a decode step reads. n_tokens: the number of
+    tokens of the step, of all rows together. Tables that without_tables leaves out do not count,
+    because a step looks up only single rows of a table. Experts count by their expected number (see
+    expected_experts)."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert
@@ -131,7 +132,8 @@ def tokens_per_step(result):
 
 
 def expected_experts(moe, n_tokens):
-    """Returns the expected number of distinct experts that n_tokens tokens choose, if each takes
-    n_used different ones, all equally often. A trained router prefers some, and chooses fewer."""
+    """Returns the expected number of distinct experts that n_tokens tokens choose, if each token
+    takes n_used different experts, and all experts are equally likely. A trained router prefers
+    some experts, so that the actual number is lower."""
     unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
     return moe.n_expert * (1 - unused)

@@ -104,8 +104,8 @@ class Run:
         return dataclasses.replace(self, flags=flags, has_length=True)
 
     def with_end(self, n, iter_num):
-        """Returns the Run with max_iters n, and a schedule that ends after n iterations from
-        iteration iter_num on."""
+        """Returns the Run with max_iters n. From iteration iter_num on, the schedule ends after n
+        iterations; before iter_num, the schedule has the end that it had so far."""
         earlier = f"{iter_num}:{self.flags['lr_decay_iters']}"
         ends = ','.join(filter(None, [self.flags['earlier_ends'], earlier]))
         flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'earlier_ends': ends}
@@ -119,10 +119,10 @@ class Run:
 def open_run(flags, given):
     """Decides what the run starts from: scratch, a pretrained model, LoRA on one, or a checkpoint.
 
-    flags, given: of read_flags. Returns a Run. Writes nothing. All processes call this, and must
-    agree. Raises UserError for flags that are out of range, or that ask for another architecture or
-    optimizer than the checkpoint's. Also raises it for missing devices, and for a model or a data
-    set that is missing or does not fit the other."""
+    flags, given: what read_flags returns. Returns a Run. Writes nothing. All processes call this
+    function, and must see the same checkpoints. Raises UserError for: flags that are out of range;
+    flags that ask for another architecture or optimizer than the checkpoint has; missing devices; a
+    missing model or data set; a model and a data set that do not fit each other."""
     # the flags; a resumed run has its checkpoint's, overridden by the flags given now
     flags = {**flags, 'init_from': choose_init_from(flags)}
     resumed = None
@@ -170,8 +170,9 @@ def open_run(flags, given):
 
 
 def check_init_from(source):
-    """Raises UserError unless `source`, the flag init_from, is a known word, a possible name on the
-    hub, a gs:// URL, or a file or folder that exists. Called before the data is opened."""
+    """Raises UserError if `source`, the flag init_from, is none of these: a known word; a possible
+    name on the hub; a gs:// URL; a file or folder that exists. Is called before the data is
+    opened."""
     words = ('scratch', 'resume', 'auto')
     is_there = is_in_bucket('init_from', source) or os.path.exists(os.path.expanduser(source))
     if source in words or is_hub_name(source) or is_there:
@@ -186,7 +187,7 @@ def check_init_from(source):
 
 
 def new_model(flags, meta, dtype):
-    """Returns a new Model, to be trained from scratch on the data set of this meta.json."""
+    """Returns a new Model, to be trained from scratch on the data set that `meta` describes."""
     tokenizer = meta['tokenizer']
     vocab_size = meta['vocab_size']
     if tokenizer['kind'] != 'char':
@@ -197,8 +198,9 @@ def new_model(flags, meta, dtype):
 
 
 def continued_model(flags, given, resumed, meta, dtype):
-    """Returns the Model of a run that is resumed. resumed: the metadata of its checkpoint. meta: of
-    load_dataset_meta. Raises UserError if the data set has other tokens."""
+    """Returns the Model of a run that is resumed. resumed: the metadata of the run's checkpoint.
+    meta: what meta.json says of the data set (see load_dataset_meta). Raises UserError if the data
+    set has other tokens than the run."""
     out_dir = flags['out_dir']
 
     # the model; only without learned positions may block_size be another
@@ -226,8 +228,8 @@ def continued_model(flags, given, resumed, meta, dtype):
 
 
 def print_what_is_left(flags, given, iter_num):
-    """Prints how to make a resumed run longer, if it has no iterations left. If it was made longer
-    without its schedule, prints that the learning rate stays low."""
+    """Prints how to make a resumed run longer, if the run has no iterations left. If max_iters is
+    beyond the end of the schedule, prints that the learning rate stays at min_lr."""
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
     decays = decays_learning_rate(flags)
     if iter_num >= max_iters:
@@ -243,8 +245,8 @@ def print_what_is_left(flags, given, iter_num):
 
 
 def check_fits(run, micro_batch):
-    """Raises UserError if the model, the data and the flags do not fit each other, before the data
-    is read.
+    """Raises UserError if the model, the data and the flags do not fit each other. Is called before
+    the data is read.
 
     micro_batch: the number of sequences that a device computes at a time."""
     flags, config = run.flags, run.model.config
@@ -282,15 +284,16 @@ def open_program(run, data, layout, objective):
 
 
 def state_without_params(*args):
-    """Returns create_train_state(*args) without the parameters: under jit they are then not
-    computed."""
+    """Returns create_train_state(*args) without the parameters. So the parameters are not computed
+    under jit."""
     return create_train_state(*args).replace(params=None)
 
 
 def start_state(run, program):
-    """Makes the first TrainState of a run: the checkpoint's, or a new one. A new one has the
-    parameters of the pretrained model, if there is one. Returns (state, run). With LoRA, the
-    parameters of its base are frozen, and run.model.lora has their checksum."""
+    """Makes the first TrainState of a run. A resumed run has the state of its checkpoint. Any other
+    run has a new state, with the parameters of the pretrained model if there is one. Returns
+    (state; run). With LoRA, the parameters of the base model are frozen, and run.model.lora has
+    their checksum."""
     flags, model = run.flags, run.model
     config, layout, tx = program.config, program.layout, program.tx
     key = jax.random.key(flags['seed'])
@@ -345,7 +348,7 @@ def start_state(run, program):
 # flags
 
 def choose_init_from(flags):
-    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. Before a resume it
+    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. Before a resume,
     waits until the lock of a run that has died is free. Raises UserError if the processes do not
     see the same checkpoints."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
@@ -377,8 +380,8 @@ def check_training_flags(flags, given):
 
 
 def with_whole_schedule(flags):
-    """Returns the flags of a run with lr_decay_iters=0 resolved: the schedule ends at max_iters,
-    with a warm-up that fits. So --max_iters alone is a full schedule."""
+    """Returns the flags of a run, with another lr_decay_iters if it is 0: then the schedule ends at
+    max_iters, and the warm-up fits. So --max_iters alone gives a full schedule."""
     if flags['lr_decay_iters']:
         return flags
     n = max(1, flags['max_iters'])
@@ -394,9 +397,9 @@ def merge_resumed_flags(flags, given, saved):
     the run continues at another place in the data.
 
     flags: all flags, as read_flags returns them; used for the names in NOT_RESUMED and for flags
-    that the checkpoint lacks. given: those of the command line and the config file. saved:
-    those of the checkpoint. Raises UserError for another optimizer, architecture or --minutes, and
-    if `saved` has flags that were removed or a value of a wrong type."""
+    that the checkpoint lacks. given: the flags of the command line and the config file. saved: the
+    flags in the checkpoint. Raises UserError if `given` asks for another optimizer, architecture or
+    --minutes, or if `saved` has flags that were removed or a value of a wrong type."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions
@@ -443,7 +446,7 @@ def check_removed_flags(out_dir, saved):
 
 def schedule_from_flags(flags, iter_num):
     """Makes the learning rate Schedule of iteration iter_num from the flags. Raises UserError if
-    they are not valid."""
+    the flags are not valid."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
         lr_decay_iters=schedule_end(flags, iter_num), min_lr=flags['min_lr'],
@@ -451,8 +454,8 @@ def schedule_from_flags(flags, iter_num):
 
 
 def schedule_end(flags, iter_num):
-    """Returns the iteration at which the schedule of iteration iter_num ends: lr_decay_iters, or
-    an earlier end that --minutes has moved since."""
+    """Returns the iteration at which the schedule that applies at iteration iter_num ends. This is
+    lr_decay_iters, or an earlier value of it if --minutes has moved the end since."""
     for until, end in read_ends(flags['earlier_ends']).items():
         if iter_num < until:
             return end
@@ -461,7 +464,7 @@ def schedule_end(flags, iter_num):
 
 def with_schedule(state, run, iter_num, layout):
     """Returns the TrainState with the schedule of iteration iter_num, if the schedule's end moves
-    there; else the state as it is."""
+    at iter_num; else returns `state` unchanged."""
     if iter_num not in read_ends(run.flags['earlier_ends']):
         return state
     return state.replace(schedule=layout.device_put(schedule_from_flags(run.flags, iter_num)))

@@ -1,6 +1,6 @@
 """Implements --verify: trains again from one kept checkpoint of a run to the next, and compares the
-result with the run's own: every bit of the weights and of the optimizer's state, and each loss of
-metrics.jsonl."""
+result with what the run has kept. Compares every bit of the weights and of the optimizer's state,
+and each loss in metrics.jsonl."""
 import dataclasses
 import hashlib
 import statistics
@@ -28,7 +28,8 @@ ENDS = ('lr_decay_iters', 'earlier_ends')  # the flags that schedule_end reads
 
 
 class Interval(NamedTuple):
-    """The iterations from one kept checkpoint to the next; `first` 0 is the start of the run."""
+    """The iterations from one kept checkpoint to the next. A `first` of 0 is the start of the
+    run."""
     first: int
     last: int
 
@@ -37,7 +38,7 @@ class Interval(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of an interval."""
+    """The result of training an interval again."""
     weights: str  # the first array that differs, and by how much; '' if all bits are the same
     logged: list  # the values that differ from metrics.jsonl, each a Logged
 
@@ -49,7 +50,7 @@ class Found(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """A value that differs from the log."""
+    """A value that differs from the value in metrics.jsonl."""
     iter: int
     name: str
     value: float
@@ -65,9 +66,9 @@ def verify_run(run, data, program, make_batch, evaluate):
     and flags differ, and then a line for each interval. Writes nothing.
 
     data, program: what open_data and open_program return. make_batch, evaluate: functions of
-    train_jax.py. Returns the exit code: 1 if the data or an interval differ; else 0. On another
-    kind of machine an interval counts as different only if its losses differ by more than BOUND.
-    Raises UserError if the run cannot be verified."""
+    train_jax.py. Returns the exit code: 1 if the data or an interval differ, else 0. On another
+    kind of machine, losses may differ by up to BOUND, and an interval counts as different if they
+    differ by more. Raises UserError if the run cannot be verified."""
     if jax.process_count() > 1:
         raise UserError('--verify is for one process')
     folder = run_folder(run.flags['out_dir'])
@@ -107,7 +108,8 @@ def verify_run(run, data, program, make_batch, evaluate):
 
 def find_intervals(run, folder):
     """Returns the Intervals of a run that can be trained again, in their order. Leaves out
-    intervals with other flags or other data than the latest. Raises UserError if there is none."""
+    intervals that were trained with other flags or other data than the run has now. Raises
+    UserError if no interval is left."""
     manifest = run.resumed.get('manifest') or {}
     since = data_since(manifest)
     others = set()
@@ -138,8 +140,9 @@ def find_intervals(run, folder):
 
 
 def can_start(run):
-    """Returns whether the first state of a run can be made again: from the seed, or from the base
-    of LoRA. Not from a pretrained model without LoRA: a resumed Run does not know which it was."""
+    """Returns whether the first state of a run can be made again, from the seed or from the base
+    model of LoRA. Returns False for a run from a pretrained model without LoRA, because a resumed
+    Run does not know which model that was."""
     start = (run.resumed.get('manifest') or {}).get('start')
     return start == 'scratch' or bool(run.model.lora)
 
@@ -154,8 +157,8 @@ def run_at(run, folder, step):
 
 
 def describe_seconds(intervals, records):
-    """Returns a text on how many iterations the intervals have, and how long they took by the
-    log."""
+    """Returns a text on the number of iterations in the intervals, and on the time that the
+    iterations took, according to the log."""
     times = [record['time_ms'] for record in records if record.get('time_ms')]
     n = sum(last - first for first, last in intervals)
     if not times:
@@ -165,8 +168,8 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns the first batch of the interval with a token that counts: the step is compiled for
-    its shapes. Raises UserError if no token counts."""
+    """Returns the first batch of the interval that has a token that counts. The step is compiled
+    for the shapes of this batch. Raises UserError if no token counts."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:
@@ -186,8 +189,8 @@ class Differences(NamedTuple):
 
 
 def find_differences(known, now, data):
-    """Compares `known`, the manifest of a checkpoint, with `now`, this process's, and reads all of
-    the data. data: what open_data returns. Returns the Differences."""
+    """Compares `known`, the manifest of a checkpoint, with `now`, the manifest of this process, and
+    reads all of the data. data: what open_data returns. Returns the Differences."""
     of_data = []
     for one, before in zip(data.sets, known.get('data', ())):
         for name, array in one.files.items():
@@ -210,8 +213,8 @@ def find_differences(known, now, data):
 
 
 def compare_file(before, array):
-    """Returns how `array`, an open file of data, differs from `before`, its entry in a manifest; ''
-    if it does not differ."""
+    """Returns a text on how `array`, an open file of data, differs from `before`, the file's entry
+    in a manifest. Returns '' if there is no difference."""
     content = array.reshape(-1).view(np.uint8)
     digest = hashlib.sha256()
     for start in range(0, len(content), 2**24):
@@ -227,8 +230,8 @@ def compare_file(before, array):
 
 
 def train_again(run, layout, interval, state, step, make_batch, evaluate, records):
-    """Trains an interval again, from the state of its first checkpoint. Returns (the state at the
-    end, a list of Logged: the values that differ from the log). records: of metrics.jsonl."""
+    """Trains an interval again, from the state of its first checkpoint. Returns (state at the end;
+    list of Logged, the values that differ from the log). records: the records of metrics.jsonl."""
     logged = {}
     for record in records:
         kind = 'evaluation' if 'val_loss' in record else 'iteration'
@@ -259,8 +262,8 @@ def train_again(run, layout, interval, state, step, make_batch, evaluate, record
 
 
 def compare_states(state, kept):
-    """Returns a text on how many arrays of two states differ, and on the first that does; '' if all
-    bits are the same."""
+    """Returns a text that says how many arrays of two states differ, and which array is the first
+    that differs. Returns '' if all bits are the same."""
     ours, theirs = (
         jax.tree_util.tree_leaves_with_path({**s.weight_sets(), **opt_state_item(s)})
         for s in (state, kept))
@@ -276,8 +279,8 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights in the latest checkpoint of a run; with LoRA, of the updates.
-    The digest is the same for every layout of the devices."""
+    """Returns a digest of the weights in the latest checkpoint of a run. With LoRA, the digest is
+    of the updates alone. The digest is the same for every layout of the devices."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -287,8 +290,8 @@ def digest_weights(out_dir):
 
 
 def describe(interval, found, is_near):
-    """Returns the line on an interval. is_near: whether the machine is of another kind, and the
-    losses are within BOUND."""
+    """Returns the line to print on an interval. is_near: whether the machine is of another kind and
+    the losses differ by at most BOUND."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
     if is_near:
