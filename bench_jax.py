@@ -1,5 +1,5 @@
-"""Times training or decoding with random weights and random tokens; or only compiles a step for
-other devices, and reports its memory and communication. Prints a table, then one JSON line.
+"""Times training or decoding with random weights and random tokens. Or only compiles a step for
+other devices, and reports the step's memory and communication. Prints a table, then one JSON line.
 
 $ python bench_jax.py --mode=train --preset=nanogpt_cpu --repeats=100
 $ python bench_jax.py --mode=train --preset=gpt2 --batch_size=1 --dtype=bfloat16
@@ -290,8 +290,8 @@ def load_model():
 def random_params(config):
     """Returns random parameters in the form for decoding, with the distributions of a new model.
 
-    Each parameter is made on its device and converted before the next one, so that memory holds
-    only one of them in float32."""
+    Each parameter is made on its device and converted before the next parameter is made, so that
+    memory holds only one parameter in float32."""
     params = {}
     with jax.default_device(devices[0]):
         for i, (path, shape) in enumerate(param_shapes(config).items()):
@@ -318,13 +318,14 @@ def random_param(rng, path, shape):
 
 @functools.partial(jax.jit, static_argnames='shape')
 def scaled_normal(rng, std, shape):
-    """Returns std times an array of normal random numbers; jit avoids a copy of the array."""
+    """Returns std times an array of normal random numbers. Under jit, no copy of the array is
+    made."""
     return std * jax.random.normal(rng, shape)
 
 
 def make_prompts(vocab_size):
-    """Returns prompts, int [batch_size, prompt_len]: random tokens; with --dataset, parts of its
-    val.bin at even distances."""
+    """Returns prompts, int [batch_size, prompt_len]: random tokens; or, with --dataset, parts of
+    its val.bin at even distances."""
     if not dataset:
         random = np.random.default_rng(seed)
         return random.integers(vocab_size, size=(batch_size, prompt_len))
@@ -339,8 +340,8 @@ def make_prompts(vocab_size):
 
 
 def bench_compile(plan_devices):
-    """Compiles a step for plan_devices. Returns what it needs, {name: value} (see tools/plan.py),
-    or {'fits': False, 'why': text} if it needs too much memory."""
+    """Compiles a step for plan_devices. Returns what the step needs, {name: value} (see
+    tools/plan.py), or {'fits': False, 'why': text} if the step needs too much memory."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:
@@ -356,8 +357,8 @@ def bench_compile(plan_devices):
 
 
 def peak_memory_gb():
-    """Returns the peak memory in GB: that of the first device if JAX reports it, else (as on a CPU)
-    the resident memory of this process. Returns None if both are unknown."""
+    """Returns the peak memory in GB. This is the peak of the first device if JAX reports it, else
+    (as on a CPU) the peak resident memory of this process. Returns None if both are unknown."""
     stats = devices[0].memory_stats()
     if stats:
         return stats['peak_bytes_in_use'] / 1e9

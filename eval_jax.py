@@ -9,10 +9,11 @@ A task is a file of JSON lines, of one of these kinds (gold is the index of the 
 - {"context", "continuation"}, language modeling: right if every token is the likeliest;
 - {"messages"}, a chat that ends with the answer: right if the model gives exactly this answer with
   --temperature=0.
-The parts are joined by a space. Accuracy and accuracy_norm are lm-eval's acc and acc_norm: the
-option with the highest log-probability, or log-probability per character, is chosen.
+The parts are joined by a space. accuracy and accuracy_norm are lm-eval's acc and acc_norm: accuracy
+chooses the option with the highest log-probability; accuracy_norm chooses the option with the
+highest log-probability per character.
 
-A folder is a bundle in the form of DCLM's CORE. There, accuracy is by the log-probability per
+A folder is a bundle in the form of DCLM's CORE. There, accuracy chooses by the log-probability per
 token, and centered is accuracy rescaled so that guessing gets 0."""
 import csv
 import functools
@@ -82,9 +83,9 @@ def at(place, function, *args):
 def read_items(path, kind=''):
     """Returns the items of a file of JSON lines, each with 'kind', 'index' and 'place'.
 
-    kind: the kind of all items; they may then have other keys, too. '' finds each item's kind by
-    its keys. Raises UserError, with the place, for a line that is not an item, and if there are no
-    items."""
+    kind: the kind of all items; the items may then have other keys, too. With '', the keys of each
+    item tell its kind. Raises UserError for a line that is not an item, with the place of the line,
+    and if there are no items."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         if not line.strip():
@@ -131,8 +132,9 @@ def read_item(line, kind):
 
 
 def check_chat(messages):
-    """Raises UserError unless `messages` is a list of at least two that ends with an answer. The
-    contents of messages are checked later, by the chat template."""
+    """Checks that `messages` is a list of at least two messages, and that the last message is an
+    answer. Raises UserError otherwise. The contents of messages are checked later, by the chat
+    template."""
     is_list = isinstance(messages, list) and len(messages) > 1
     last = messages[-1] if is_list else None
     if not isinstance(last, dict) or last.get('role') != 'assistant':
@@ -171,8 +173,8 @@ def pairs(item, delimiter):
 
 
 def read_bundle(folder):
-    """Returns the tasks of a folder in the form of DCLM's CORE bundle: [(name, items, number of
-    examples, delimiter, accuracy of guessing)]. Raises UserError if it has another form."""
+    """Returns the tasks of a folder in the form of DCLM's CORE bundle: [(name; items; number of
+    examples; delimiter; accuracy of guessing)]. Raises UserError if the folder has another form."""
     import yaml
     read = []
     try:
@@ -204,9 +206,9 @@ def read_bundle(folder):
 
 
 def text_of(task, name, default=None):
-    """Returns the text in field `name` of a task of a bundle, or `default` if it is missing. Raises
-    ValueError for a value of another type. The value is not converted, because a few bytes of YAML
-    (aliases) can expand to gigabytes of text."""
+    """Returns the text in field `name` of a task of a bundle, or `default` if the field is missing.
+    Raises ValueError for a value of another type. The value is not converted, because a few bytes
+    of YAML (aliases) can expand to gigabytes of text."""
     value = task.get(name, default)
     if not isinstance(value, str):
         raise ValueError(f'{name} must be a text')
@@ -229,8 +231,9 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     The tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py.
 
     In a bundle, rows are made as in nanochat instead: n_examples other items with their answers
-    come first. Scored are: in multiple choice, the tokens after the common beginning of the
-    options; in a schema, their common end; in language modeling, the continuation."""
+    come first. The scored tokens are: in multiple choice, the tokens after the common beginning of
+    the options; in a schema, the common end of the options; in language modeling, the
+    continuation."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
@@ -273,7 +276,7 @@ def prompts_of(item, delimiter):
 
 def evaluate_task(name, items, n_examples, delimiter, guessing):
     """Returns {'accuracy', 'accuracy_norm', 'n'} of a task. For a task of a CORE bundle (see
-    read_bundle), it also has 'centered': 0 is as good as guessing, 1 is every item right.
+    read_bundle), the result also has 'centered': 0 is as good as guessing, 1 is every item right.
 
     guessing: the accuracy of guessing in a task of a bundle; None for any other task. In a bundle,
     'accuracy' takes the option with the highest log-probability per token and, as in nanochat,
@@ -337,7 +340,7 @@ def evaluate_text(path):
 
 def report(group, name, evaluate, *args):
     """Evaluates a text or a task by evaluate(*args). Keeps the result in results[group][name], and
-    prints it with the seconds that it took."""
+    prints the result with the seconds that the evaluation took."""
     started = time.perf_counter()
     found = evaluate(*args)
     results[group][name] = found

@@ -107,8 +107,8 @@ def model_card(family, name):
 
 
 def check_run(run):
-    """Raises UserError unless `run`, the flags in a checkpoint, has the flags of train_jax.py
-    that a model card needs."""
+    """Checks that `run`, the flags in a checkpoint, has the flags of train_jax.py that a model card
+    needs. Raises UserError otherwise."""
     numbers = ('gradient_accumulation_steps', 'batch_size', 'block_size')
     texts = ('dataset', 'init_from')
     has_numbers = all(type(run.get(name)) is int for name in numbers)
@@ -119,15 +119,15 @@ def check_run(run):
 
 
 def base_on_hub(source):
-    """Returns the card's line about the model on the hub that a run started from, or '' if it
-    started from none. source: the run's init_from."""
+    """Returns the card's line about the model on the hub that a run started from; '' if the run
+    started from no such model. source: the run's init_from."""
     return f'\nbase_model: {name_on_hub(source)}' if is_on_hub(source) else ''
 
 
 def describe_run(run, iteration):
     """Returns the card's text about the training: its length, then a table of figures and settings.
 
-    run: the flags of the run, {name: value}. iteration: that of the checkpoint."""
+    run: the flags of the run, {name: value}. iteration: the iteration of the checkpoint."""
     records = list(read_metrics(run_folder(out_dir).files))
 
     # The losses of the checkpoint's evaluation.
@@ -167,8 +167,8 @@ def report(path, description):
     """Prints the names and sizes of the files that were written, and, for a folder, a command that
     samples from it.
 
-    path: the new folder or file. description: that of the model's tokenizer, see load_tokenizer; {}
-    if it is unknown."""
+    path: the new folder or file. description: the description of the model's tokenizer, see
+    load_tokenizer; {} if the tokenizer is unknown."""
     # The sizes of the folder's files, or of the GGUF file.
     written = Path(path).expanduser()
     is_folder = written.is_dir()

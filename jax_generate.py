@@ -1,14 +1,14 @@
 """Continues prompts by new token ids, and scores given ones: prefill and decode with a KV cache,
 sampling, speculative decoding, streaming, log-probabilities.
 
-`generate` returns all tokens, `generate_stream` yields them while they are made; jax_text.py does
-both for texts. Read from the top: how a token is sampled; the compiled functions, prefill and
-decode with its three steps; the Decoder, which calls them; the two public functions, and
-start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
+`generate` returns all tokens. `generate_stream` yields tokens while they are made. jax_text.py does
+both for texts. Read from the top: how a token is sampled; the compiled functions, which are prefill
+and decode with its three steps; the Decoder, which calls the compiled functions; the two public
+functions, and start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
 
 The letters of shapes are those of jax_transformer.py. In addition N is the width of the token
 buffer, and J the number of drafts. In the code that scores, R is the number of rows, P the number
-of tokens that all rows of an item share, and N the number of tokens after these."""
+of tokens that all rows of an item share, and N the number of tokens after the shared ones."""
 import contextlib
 import dataclasses
 import functools
@@ -48,9 +48,10 @@ LARGEST_BIAS = 32
 # sampling
 
 class Controls(struct.PyTreeNode):
-    """The values of a Sampling that compiled functions take as arguments. Changed values do
-    not recompile them, except for n_vocab. A control that is None is off, and its computation is
-    not compiled. If the rows of a batch have different values, a control is an array [B, 1]."""
+    """The values of a Sampling that compiled functions take as arguments. A changed value does not
+    recompile these functions, except a changed n_vocab. A control that is None is off, and its
+    computation is not compiled. If the rows of a batch have different values, a control is an array
+    [B, 1]."""
     n_vocab: int = struct.field(pytree_node=False)  # only ids below it
     stop_tokens: Any = ()  # int32 [n] or [B, n]; another n recompiles
     temperature: Any = None  # None is greedy
@@ -108,8 +109,8 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
 
 
 def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
-    """Returns one token id per row, [B], drawn with the key key_B[b] from the row's float32 logits
-    under the controls; the likeliest if greedy."""
+    """Returns one token id per row, [B]. The token of row b is drawn from the row's float32 logits
+    under the controls, with the key key_B[b]. A greedy row gets its likeliest token."""
     logits_BxV = sampling_logits(logits_BxV, controls)
     # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
     # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
@@ -131,8 +132,8 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
 
 
 def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
-    """Returns the logits that a token is drawn from, [B, n_vocab]: after temperature, top_k, top_p
-    and min_p; excluded tokens have -inf. Greedy sampling takes the largest."""
+    """Returns the logits that a token is drawn from, [B, n_vocab], after temperature, top_k, top_p
+    and min_p. Excluded tokens have -inf. Greedy sampling takes the largest of these logits."""
     # all-gathered over the vocabulary
     logits_BxV = shard(logits_BxV, None, None)[:, :controls.n_vocab]
     if controls.temperature is None:
@@ -155,8 +156,8 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
 
 def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
     """Returns change(logits_BxV) if the control is nonzero in at least one row, else the logits
-    unchanged. For a control [B, 1] the compiled program decides that at run time; a scalar is
-    always on."""
+    unchanged. The compiled program decides this at run time for a control [B, 1]. A scalar control
+    is always on."""
     if np.ndim(control) == 0:
         return change(logits_BxV)
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
@@ -167,12 +168,13 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
 
     Every token has a weight, weight_BxV: 1 for top-k, its probability for top-p. Going from the
     largest logit down, tokens are kept until the weights of the kept tokens sum to at least
-    `amount` (k, or p). Tokens with the same logit as the last one are kept, too.
+    `amount` (k, or p). Tokens with the same logit as the last kept token are kept, too.
 
-    So each row has a threshold, the logit of the last token that is kept. A sort would find it, but
-    is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits are found one
-    after the other, from the highest. For that, floats become unsigned integers in the same order.
-    A bit is set if the tokens at or above the integer with this bit still weigh enough."""
+    So each row has a threshold, the logit of the last token that is kept. A sort would find the
+    threshold, but is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits
+    are found one after the other, from the highest. For that, floats become unsigned integers in
+    the same order. A bit is set if the tokens at or above the integer with this bit still weigh
+    enough."""
     # integers in the order of the floats: the bits of a positive float grow with it, and get the
     # highest bit; those of a negative float shrink when it grows, and are inverted
     sign = jnp.uint32(1 << 31)
@@ -202,9 +204,9 @@ def log_probability(logits_BxV: Array, token_B: Array) -> Array:
 
 def penalize_repetition(logits_BxV: Array, tokens_BxN: Array, length_B: Array,
                         penalty: Array) -> Array:
-    """Returns the logits with the repetition penalty (arXiv:1909.05858): of tokens that row b
-    already has, tokens_BxN[b, :length_B[b]], positive logits are divided by `penalty`, and
-    negative ones multiplied by it."""
+    """Returns the logits with the repetition penalty (arXiv:1909.05858). The penalty changes the
+    logits of the tokens that row b already has, tokens_BxN[b, :length_B[b]]: positive logits are
+    divided by `penalty`, and negative logits are multiplied by `penalty`."""
     # which tokens of the vocabulary each row has, up to its length
     is_filled_BxN = jnp.arange(tokens_BxN.shape[1]) < length_B[:, None]
     rows_Bx1 = jnp.arange(len(tokens_BxN))[:, None]
@@ -236,7 +238,7 @@ class DecodeState(struct.PyTreeNode):
 def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
                       controls: Controls) -> tuple[DecodeState, Array]:
     """Samples a token for each row, and appends it to the rows where active_B is True. Returns (the
-    new state, the sampled tokens of all rows, int32 [B])."""
+    new state; the sampled tokens of all rows, int32 [B])."""
     plain_BxV = logits_BxV
     if controls.repetition_penalty is not None:
         def penalize(logits_BxV):
@@ -265,7 +267,7 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
 def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, token_B: Array,
                     is_next_BxN: Array, controls: Controls) -> DecodeState:
     """Returns the state with the log-probabilities of token_B written where is_next_BxN is True.
-    plain_BxV: the model's logits. logits_BxV: those after the repetition penalty."""
+    plain_BxV: the model's logits. logits_BxV: the logits after the repetition penalty."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
     if controls.temperature is None:  # the likeliest token is certain
         sampling_logprob_B = jnp.zeros_like(logprob_B)
@@ -281,12 +283,12 @@ def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, tok
 
 def prefill(params: dict, cache: dict, idx_BxT: np.ndarray, position_BxT: np.ndarray, *,
             config: GPTConfig, with_output: bool = False) -> Any:
-    """Returns the KV cache with one piece of the prompts added; if with_output, returns (the last
-    layer's output [B, T, D], the cache). idx_BxT, position_BxT: the tokens of the piece and their
+    """Returns the KV cache with one piece of the prompts added. If with_output, returns (the last
+    layer's output [B, T, D]; the cache). idx_BxT: the tokens of the piece. position_BxT: their
     positions, PAD for padding.
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
-    of them."""
+    layers."""
     # the input of the first layer needs the embeddings only
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     stream = commit(embed_prompts(tables, idx_BxT, position_BxT, config=config), params)
@@ -313,7 +315,7 @@ def embed_prompts(tables: dict, idx_BxT: Array, position_BxT: Array, *,
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
 def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, position_BxT: Array, *,
                   config: GPTConfig, layer: tuple, is_last: bool) -> tuple[Stream | None, dict]:
-    """Returns (the Stream into the next layer, the layer's cache). If is_last, the Stream is None,
+    """Returns (the Stream into the next layer; the layer's cache). If is_last, the Stream is None,
     and the layer is computed only as far as its cache needs."""
     call = create_call(idx_BxT, position_BxT)
     stream, cache = Block(config, *layer).bind({'params': params})(stream, call, cache)
@@ -324,12 +326,12 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
            n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
-    """Generates tokens in one compiled loop, until every row has n_end new tokens (a number or
-    [B]), is longer than max_length, or is done.
+    """Generates tokens in one compiled loop. A row is finished when it has n_end new tokens (a
+    number or [B]), is longer than max_length, or is done. The loop ends when every row is finished.
 
-    Its step is step_uncached without use_cache, step_speculative if n_draft is not 0, else
-    step_cached. The loop ends earlier if a row that goes on is longer than n_slots, the slots of
-    the cache, or if drafts_are_useless."""
+    A step of the loop is step_uncached if use_cache is False, step_speculative if n_draft is not 0,
+    else step_cached. The loop ends earlier if an unfinished row is longer than n_slots, the number
+    of slots of the cache, or if drafts_are_useless."""
     def room(state):
         """Returns the number of tokens that each row may still get, [B]."""
         new_tokens_B = n_end - state.n_generated_B
@@ -425,9 +427,9 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
 def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
     """Returns drafts [n_draft] for the row tokens_N[:length]: the tokens after an earlier
     occurrence of the row's last tokens (prompt lookup,
-    https://github.com/apoorvumang/prompt-lookup-decoding). The occurrence that agrees in most
-    tokens, up to NGRAM, is taken; of several, the latest. If there are fewer tokens after the
-    occurrence than drafts, these tokens are repeated."""
+    https://github.com/apoorvumang/prompt-lookup-decoding). Takes the occurrence that agrees in the
+    most tokens, up to NGRAM; of several such occurrences, the latest. If fewer than n_draft tokens
+    follow the occurrence, these tokens are repeated."""
     # for each index, how many tokens up to it equal the last tokens of the row
     i_N = jnp.arange(len(tokens_N))
     last = length - 1
@@ -445,9 +447,9 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
 # the Decoder calls the compiled functions
 
 def commit(tree: Any, params: dict) -> Any:
-    """Returns the tree committed to the device of params, as results of compiled functions are.
-    Without this, decode and prefill would be compiled twice: for the tree, and for their own
-    results. If params are on several devices, returns the tree unchanged."""
+    """Returns `tree`, committed to the device of `params` as results of compiled functions are.
+    Without this, decode and prefill would be compiled twice: for an uncommitted tree, and for their
+    own results. If `params` are on several devices, returns the tree unchanged."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
@@ -464,8 +466,9 @@ class Decoder:
     """A batch of rows, the model that continues them, and their KV cache.
 
     start_rows() makes a Decoder. advance() adds tokens to the rows. The DecodeState `state` holds
-    the rows and the cache; read_prompts() prefills the cache, and grow() enlarges it when the rows
-    need it. end_rows() ends some rows, and close() gives the cache back to its PrefixCache."""
+    the rows and the cache. read_prompts() prefills the cache, and grow() enlarges the cache when
+    the rows need more slots. end_rows() ends some rows, and close() gives the cache back to its
+    PrefixCache."""
 
     def __init__(self, params: dict, config: GPTConfig, state: DecodeState, controls: Controls,
                  sampling: Sampling, *, longest: int, n_columns: int):
@@ -510,8 +513,8 @@ class Decoder:
         self.n_draft = 0
 
     def grow(self, needed: int, batch_size: int) -> None:
-        """Enlarges the cache to at least `needed` slots (block_size is always enough), or makes a
-        new one for batch_size rows if there is none."""
+        """Enlarges the cache to at least `needed` slots (block_size is always enough). If there is
+        no cache yet, makes one for batch_size rows."""
         if self.n_slots >= min(needed, self.config.block_size):
             return
         self.n_slots = choose_slots(needed, self.longest, self.config.block_size)
@@ -553,18 +556,18 @@ class Decoder:
         self.state = self.state.replace(cache=cache)
 
     def advance(self, n_new: int) -> 'GenerationResult':
-        """Adds up to n_new tokens to each row that has not ended, at most max_new_tokens in all
-        calls together, and returns the GenerationResult so far."""
+        """Adds up to n_new tokens to each row that has not ended. All calls together add at most
+        max_new_tokens to a row. Returns the GenerationResult so far."""
         self.n_end = min(self.n_end + n_new, self.sampling.max_new_tokens)
         self.decode_until(self.n_end)
         return copy_result(self.state, self.n_columns, self.sampling.max_new_tokens)
 
     def decode_until(self, n_end: int | np.ndarray) -> None:
-        """Continues each row that has not ended until it has n_end new tokens in all, a number or
-        int32 [B].
+        """Continues each row that has not ended until the row has n_end new tokens in all. n_end: a
+        number or int32 [B].
 
-        This takes several compiled loops if the cache grows, rows become too long for it, or drafts
-        turn out useless."""
+        This takes several compiled loops if the cache grows, rows become too long for the cache, or
+        drafts turn out useless."""
         B = len(self.state.tokens_BxN)
         while True:
             # the lengths of the rows that go on
@@ -593,29 +596,30 @@ class Decoder:
                 n_draft=self.n_draft if use_cache else 0, use_cache=use_cache)
 
     def end_rows(self, is_over_B: ArrayLike) -> None:
-        """Ends the rows where is_over_B, bool [B], is True: the caller wants no more of their
-        tokens."""
+        """Ends the rows where is_over_B, bool [B], is True, because the caller wants no more of
+        their tokens."""
         self.state = self.state.replace(done_B=self.state.done_B | np.asarray(is_over_B))
 
     @property
     def is_over(self) -> bool:
-        """Returns whether no row gets another token."""
+        """Returns whether the batch is finished: no row gets another token."""
         return self.n_end == self.sampling.max_new_tokens or bool(self.state.done_B.all())
 
     def close(self) -> None:
-        """Gives the cache back to the PrefixCache, if the Decoder has one. Not if the prompt was
-        never read."""
+        """Gives the cache back to the PrefixCache, if the Decoder has a PrefixCache and has read
+        its prompt."""
         if self.prefix_cache is not None and self.unread is None:
             self.prefix_cache.keep(self)
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (the indices of the rows to prefill; for each row b, the place in this first array of
-    a row that begins with the same end_B[b] tokens, [B]).
+    """Returns (the indices of the rows to prefill; row_B, for each row b an index into the first
+    array). Element row_B[b] of the first array is a row that begins with the same end_B[b] tokens
+    as row b.
 
-    The rows to prefill are one row of each distinct prompt, filled up to a power of two with copies
-    of the first, so that another number of distinct prompts rarely recompiles. If this power of
-    two is not below the number of all rows, all rows are prefilled."""
+    The rows to prefill are one row of each distinct prompt, and copies of the first of these rows
+    up to a power of two, so that another number of distinct prompts rarely recompiles. If this
+    power of two is at least the number of all rows, all rows are prefilled."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -659,9 +663,9 @@ class PrefixCache:
         self.drafts_are_useless = False
 
     def take(self, tokens_T: np.ndarray, options: dict) -> tuple[dict | None, int, int]:
-        """Returns (the cache, its number of slots, how many of the first tokens of tokens_T it
-        holds); (None, 0, 0) if no cache is kept, or if its options differ. options: a Decoder's
-        cache_options."""
+        """Returns (the cache; its number of slots; how many of the first tokens of tokens_T the
+        cache holds). Returns (None, 0, 0) if no cache is kept, or if the kept cache has other
+        options. options: a Decoder's cache_options."""
         cache, self.cache = self.cache, None
         is_gone = cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache))
         if is_gone or options != self.options:
@@ -731,14 +735,15 @@ def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens
              as_result: bool = False, logprobs: bool = False,
              **changes: Any) -> np.ndarray | GenerationResult:
     """Continues each prompt until it has max_new_tokens new tokens or a stop token. Returns all
-    tokens, int32 [B, T + max_new_tokens], 0 after a row's last token; or, with as_result or
-    logprobs, a GenerationResult.
+    tokens, int32 [B, T + max_new_tokens], 0 after a row's last token. With as_result or logprobs,
+    returns a GenerationResult instead.
 
     params: as decoding reads them, see convert_params_for_decoding.
     idx_BxT, rng, prompt_lengths_B, sample_index_B: the fields of Prompts.
-    sampling: a Sampling. max_new_tokens, changes: fields of it by name, as temperature=0.
-    as_result: whether to return a GenerationResult, which says which tokens are a row's (0 may be a
-        token) and why the row ended.
+    sampling: a Sampling. max_new_tokens, changes: new values of its fields by name, as
+        temperature=0.
+    as_result: whether to return a GenerationResult, to see which tokens belong to a row (0 may be a
+        token), and why the row ended.
     logprobs: whether to return a GenerationResult with the log-probabilities of generated tokens.
 
     The prompts are prefilled in pieces; equal prompts are computed once. The last token of a prompt
@@ -770,8 +775,8 @@ def generate_stream(
     after every `chunk` tokens. To end rows early, the caller sends (generator.send) bool [B], True
     for these rows.
 
-    chunk: the number of tokens between two results, or a function that returns it, called before
-    each chunk; if not given, all further tokens come at once.
+    chunk: the number of tokens between two results, or a function that is called before each chunk
+    and returns this number. If it is not given, all tokens after the first come at once.
     prefix_cache: a PrefixCache, for a batch of one row. The tokens with which both this row and the
     row of the last call begin are not computed again.
     The other parameters are those of generate."""
@@ -800,9 +805,9 @@ def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) 
 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
-    """Raises UserError for an unknown cache_dtype; and for one of 8 bits, if the model has a bias
-    in c_attn (of queries, keys or values) with a norm above LARGEST_BIAS in some head. Beside such
-    a bias, rounding to 8 bits loses the rest of a vector."""
+    """Raises UserError for an unknown cache_dtype. Raises UserError also for a cache_dtype of 8
+    bits if the bias of c_attn (of queries, keys or values) has a norm above LARGEST_BIAS in some
+    head. Beside such a bias, rounding to 8 bits loses the rest of a vector."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -820,9 +825,9 @@ def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None
 def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Sampling, *,
                logprobs: bool = False, prefix_cache: PrefixCache | None = None,
                reads: bool = True) -> Decoder:
-    """Returns a Decoder that has prefilled the Prompts (not if max_new_tokens is 0). With
-    reads=False they stay in Decoder.unread. The other parameters are those of generate_stream.
-    Raises UserError for invalid prompts or options."""
+    """Returns a Decoder that has prefilled the Prompts. With reads=False, the Prompts stay in
+    Decoder.unread instead. If max_new_tokens is 0, nothing is prefilled. The other parameters are
+    those of generate_stream. Raises UserError for invalid prompts or options."""
     # refuse what makes no sense, before anything is computed
     controls = create_controls(config, sampling)
     tokens_BxT, length_B = check_prompts(config, prompts.idx_BxT, prompts.lengths_B)
@@ -866,8 +871,8 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
 
 def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Array, n_columns: int,
                         *, logprobs: bool = False) -> DecodeState:
-    """Returns the DecodeState of prompts, with room for n_columns tokens per row, and, with
-    logprobs, for their log-probabilities. key_B: the random key of each row."""
+    """Returns the DecodeState of prompts, with space for n_columns tokens per row. With `logprobs`,
+    it also has space for the tokens' log-probabilities. key_B: the random key of each row."""
     B, T = tokens_BxT.shape
     tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
     state = DecodeState(
@@ -887,9 +892,9 @@ def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Arr
 
 
 def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:
-    """Returns the GenerationResult of a state, its arrays cut to n_columns tokens per row. They are
-    copies, because the next step donates the state. max_new_tokens: a row with so many new tokens
-    has ended."""
+    """Returns the GenerationResult of a state, with arrays that are cut to n_columns tokens per
+    row. The arrays are copies, because the next step donates the state. max_new_tokens: a row with
+    this many new tokens has ended."""
     # why each row has ended; 'stop' wins if the last possible token is a stop token
     finish_reasons = []
     for is_done, n_generated in zip(np.array(state.done_B), np.array(state.n_generated_B)):
@@ -918,7 +923,7 @@ def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> Gene
 
 def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
                   prompt_lengths_B: ArrayLike | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (tokens int32 [B, T] with 0 for padding, lengths int32 [B]). If prompt_lengths_B is
+    """Returns (tokens, int32 [B, T] with 0 for padding; lengths, int32 [B]). If prompt_lengths_B is
     None, all lengths are T. Raises UserError for a wrong shape, a wrong length, or a token id
     outside the vocabulary."""
     tokens_BxT = np.asarray(idx_BxT, np.int32)
@@ -958,8 +963,8 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
           batch_size: int = 16, cache_dtype: str = 'auto',
           with_top: bool = False) -> list[list[tuple]]:
     """Returns the natural log-probabilities of given tokens: for each item a list with one pair per
-    row, (float32 [n] log-probabilities, bool [n] whether no token is likelier), n = len(ids) -
-    start.
+    row. A pair is (log-probabilities, float32 [n]; whether no token is likelier, bool [n]), where n
+    = len(ids) - start.
 
     params: as decoding reads them.
     items: lists of rows (ids, start). ids[start:] are scored; start is at least 1. The beginning
@@ -968,8 +973,8 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
     windows(); the rows of its item then share nothing.
     batch_size: how many rows of up to PIECE tokens are computed together; fewer if rows are longer.
     cache_dtype: as in Sampling.
-    with_top: whether each row also has (int32 [n], the likeliest tokens; float32 [n], their
-    log-probabilities).
+    with_top: whether each row has two more arrays after the pair: the likeliest tokens, int32 [n];
+    their log-probabilities, float32 [n].
     Raises UserError for a max_length, batch_size or cache_dtype that is out of range."""
     max_length = max_length or config.block_size
     if not 1 <= max_length <= config.block_size:
@@ -1028,8 +1033,8 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
     """Scores at most `most` groups of Rows, and writes the results into the Rows.
 
     The tokens that the rows of a group share are prefilled once. Then the remaining tokens of the
-    rows are fed, `most` rows at a time; the rows with the most remaining tokens come first. In each
-    row the tokens from `start` on are scored."""
+    rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
+    tokens. In each row the tokens from `start` on are scored."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1073,8 +1078,8 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
 
 def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: tuple,
                with_top: bool) -> None:
-    """Scores Rows, and writes the results into them. The cache holds the first held[r] tokens of
-    row r."""
+    """Scores Rows, and writes the results into the Rows. The cache holds the first held[r] tokens
+    of row r."""
     # counted after the tokens that the cache holds: the number of tokens that are fed (all but the
     # row's last one), and the index of the first that predicts a scored token
     held_R = np.array(held, np.int32)
@@ -1120,7 +1125,8 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
 def score_targets(tables: dict, x_BxTxD: Array, target_BxT: Array, *, config: GPTConfig,
                   with_top: bool = False) -> tuple:
     """Returns (the log-probability of each target, float32 [B, T]; whether the target is a
-    likeliest token, bool [B, T]). with_top: also (the likeliest token, its log-probability).
+    likeliest token, bool [B, T]). With with_top, the tuple has two more elements: (the likeliest
+    token, int32 [B, T]; its log-probability, float32 [B, T]).
 
     tables: the parameters outside of the layers. x_BxTxD: the last layer's output at the positions
     before the targets."""
@@ -1176,8 +1182,8 @@ def piece_length(n_tokens: int, least: int) -> int:
 def row_width(n_tokens: int) -> int:
     """Returns the width of the equal pieces in which scored rows of up to n_tokens are fed.
 
-    It is at most PIECE, and rounded up by four_per_octave, from 4 on. Rows are often short, and
-    padding to the next power of two could double their work."""
+    The width is at most PIECE, and is rounded up by four_per_octave to a multiple of 4. Rows are
+    often short, and padding to the next power of two could double their work."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
@@ -1202,9 +1208,9 @@ def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the number of slots for a KV cache that needs `needed` slots now and `longest` at the
     end.
 
-    This is `longest`, rounded up by four_per_octave, if that is at most twice
-    round_up_slots(needed). Else it is round_up_slots(needed), and the cache grows later. The result
-    is never more than block_size."""
+    The number is `longest`, rounded up by four_per_octave, if that is at most twice
+    round_up_slots(needed). Otherwise the number is round_up_slots(needed), and the cache grows
+    later. The result is never more than block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

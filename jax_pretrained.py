@@ -1,11 +1,12 @@
-"""Reads and writes weights: Hugging Face folders and nanoGPT's ckpt.pt. None of it needs PyTorch.
+"""Reads and writes weights without PyTorch: Hugging Face folders and nanoGPT's ckpt.pt.
 
 References:
 1) transformers: https://github.com/huggingface/transformers/tree/main/src/transformers/models
 2) nanoGPT's model: https://github.com/karpathy/nanoGPT/blob/master/model.py
 
 A family of models has two parts: a function that turns its config.json into a GPTConfig
-(jax_hub/families.py), and a row in NAMINGS, which says how its tensors on disk differ from Llama's.
+(jax_hub/families.py), and a row in NAMINGS, which says how the family's tensors on disk differ from
+Llama's.
 From these two parts, family_tensor_maps makes a table {parameter path: [TensorMap]}.
 
 Loading and saving use the same table. Saving writes the original config.json back. SAVED_AS lists
@@ -51,17 +52,17 @@ def keep_in_place(path, array):
 
 def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
                     place: Callable = keep_in_place) -> tuple[GPTConfig, dict]:
-    """Returns (config, params) of a Hugging Face folder or hub name, or nanoGPT's ckpt.pt (or its
+    """Returns (config; params) of a Hugging Face folder or hub name, or nanoGPT's ckpt.pt (or its
     folder).
 
     params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32,
     kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
     dtype: one of DTYPES, or 'stored'. 'stored' keeps each matrix in the file's dtype if that is one
     of DTYPES, else in float32; config.dtype is then 'float32'.
-    place: a function of (path in the tree, array), called for each parameter before the next one is
-    read, for example to move it to its devices; params holds its results. A kernel that is [out,
-    in] on disk keeps this order in memory: the array is a transposed view, so array.T is
-    C-contiguous.
+    place: a function of (path in the tree, array). It is called for each parameter before the next
+    parameter is read, for example to move the parameter to its devices. params holds the results of
+    `place`. A kernel that is [out, in] on disk keeps this order in memory: the array is a
+    transposed view, so array.T is C-contiguous.
     Raises UserError for missing or damaged files, models that GPT does not compute, and an unknown
     dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
@@ -92,15 +93,16 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
     transformers loads the folder as the model that equals GPT(config). A GPT-2 without biases is
     saved with biases of zero, which gives the same logits.
-    folder: the path of a folder that does not exist or is empty; it appears when it is complete. If
-    its name ends in .gguf, a GGUF file for llama.cpp is written instead.
+    folder: the path of a folder that does not exist or is empty. The folder appears when it is
+    complete. If its name ends in .gguf, a GGUF file for llama.cpp is written instead.
     config_json: the path of the original model's config.json, to be written back with all its keys.
     If it is None, a config.json is derived from `config`; this works for most models that flags of
     train_jax.py make.
     dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
-    tokenizer: a folder with tokenizer.json and the tokenizer's other files, which are copied, or a
-    description of a tokenizer (a dict, see load_tokenizer). A GGUF file needs a description.
-    shard_bytes: larger weights are split into several files with an index.
+    tokenizer: the path of a folder with tokenizer.json and the tokenizer's other files, which are
+    copied; or a description of a tokenizer (a dict, see load_tokenizer). A GGUF file needs a
+    description.
+    shard_bytes: weights of more bytes are split into several files with an index.
     Raises UserError if the folder cannot be written, params do not belong to GPT(config), or
     config_json is missing or belongs to another model."""
     is_gguf = str(folder).endswith('.gguf')
@@ -157,8 +159,9 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
 @contextlib.contextmanager
 def finite(name, tensor, dtype):
-    """Checks at the end of a `with finite(...)` block, which fills `tensor`: raises UserError if
-    `tensor` then has an infinity or NaN. name, dtype: for the message.
+    """Raises UserError if `tensor` has an infinity or NaN at the end of the block of `with
+    finite(...)`, which fills `tensor`. name, dtype: the name and dtype of the tensor, for the
+    message.
 
     float16 ends at 65,504: larger weights, which a merged LoRA may have, would be infinite in the
     file."""
@@ -178,8 +181,8 @@ def describe_folder(tokenizer):
 
 
 def public_name(model):
-    """Returns a model's name for a file that others will read: the full name on the hub, or the
-    last part of a path, because the rest of a path may hold the name of a user."""
+    """Returns a model's name for a file that other people will read: the full name on the hub, or
+    the last part of a path, because the earlier parts of a path may hold the name of a user."""
     if is_on_hub(model):
         return name_on_hub(model)
     return os.path.basename(os.path.abspath(model))
@@ -220,7 +223,8 @@ def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32',
 
 def config_of_base(base):
     """Returns the content of config.json of `base`, the model that an adapter is for. Raises
-    UserError if there is none with a model_type: peft cannot load such a model."""
+    UserError if `base` has no config.json with a model_type, because peft cannot load such a
+    model."""
     config_json = os.path.join(base if is_url(base) else local_path(base), 'config.json')
     settings = read_json(config_json, optional=True)
     if 'model_type' not in settings:  # a ckpt.pt, or a run's own config.json with flags
@@ -231,7 +235,7 @@ def config_of_base(base):
 
 
 def adapter_modules(updates, config, family):
-    """Returns ({module: Halves}, [module without an update]), with transformers' module names.
+    """Returns ({module: Halves}; [module without an update]), with transformers' module names.
     Halves are a and b on disk, [rank, in] and [out, rank].
 
     updates: the tree of LoRA's a [in, rank] and b [rank, out]. If one matrix in this tree is
@@ -269,7 +273,7 @@ def adapter_modules(updates, config, family):
 
 
 def module_in_transformers(module, family):
-    """Returns the name that a module, given by its name on disk, has in AutoModelForCausalLM. They
+    """Returns the name of a module in AutoModelForCausalLM. module: its name on disk. The two names
     differ for the language model inside a model for images."""
     bare = module.removeprefix('language_model.')
     if bare != module and family == 'gemma3':
@@ -292,8 +296,8 @@ NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
-    """Reads the config.json at `path`, and returns it with the changes that saving needs. Raises
-    UserError if it does not describe the model GPT(config)."""
+    """Reads the config.json at `path`, and returns its content with the changes that saving needs.
+    Raises UserError if the file does not describe the model GPT(config)."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
@@ -322,9 +326,9 @@ GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype'
 
 
 def derive_config_json(config):
-    """Returns a config.json with which transformers computes the same as GPT(config), if such a
-    file exists, as for most models that flags of train_jax.py make. Raises UserError for other
-    models."""
+    """Returns the content of a config.json with which transformers computes the same as
+    GPT(config). There is such a file for most models that flags of train_jax.py make. Raises
+    UserError for other models."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
 
@@ -497,8 +501,8 @@ def gpt2_tensor_maps(config, *, transpose, prefix):
     """Returns {path: [TensorMap]} of GPT-2. For example, ('h_0', 'attn', 'c_attn', 'kernel') is
     h.0.attn.c_attn.weight on disk.
 
-    transpose: whether kernels are [out, in] on disk, as in nanoGPT's nn.Linear; Hugging Face's
-    Conv1D has [in, out]. prefix: the beginning of all names but lm_head's."""
+    transpose: whether kernels are [out, in] on disk, as in nanoGPT's nn.Linear. Hugging Face's
+    Conv1D has [in, out]. prefix: the beginning of all names except lm_head's."""
     tensor_maps = {}
     for path, shape in param_shapes(config).items():
         *modules, leaf = path
@@ -555,9 +559,9 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns int [n_rows], the order in which apply_rope() needs the rows of a matrix [n_rows,
-    in]: the indices of these rows on disk. n_rows = heads * head_width. The last rope_width rows of
-    each head are pairs (2j, 2j + 1) on disk. apply_rope() needs the first rows of all pairs, then
+    """Returns int [n_rows]: for each row of a matrix [n_rows, in], in the order that apply_rope()
+    needs, the index of this row on disk. n_rows = heads * head_width. On disk, the last rope_width
+    rows of each head are pairs (2j, 2j + 1). apply_rope() needs the first rows of all pairs, then
     the second rows."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
@@ -651,8 +655,8 @@ def latent_rows(config, naming):
 
 
 def fused_mlp_tensor_map(block, module, shape):
-    """Returns the TensorMap of the module 'mlp/c_gate' or 'mlp/c_fc', which together are one tensor
-    on disk. block: the layer's name on disk. shape: the parameter's, [D, F]."""
+    """Returns the TensorMap of the module 'mlp/c_gate' or 'mlp/c_fc'. The two modules together are
+    one tensor on disk. block: the layer's name on disk. shape: the parameter's shape, [D, F]."""
     D, F = shape
     rows_of_module = slice(0, F) if module == 'mlp/c_gate' else slice(F, None)
     return TensorMap(f'{block}.mlp.gate_up_proj.weight', (2 * F, D), transpose=True,
@@ -668,7 +672,7 @@ def family_tensor_maps(config, family, prefix=''):
 
 
 def qkv_tensor_maps(config, naming, name, leaf):
-    """Returns the TensorMaps of c_attn, in which q, k and v are side by side; query heads may share
+    """Returns the TensorMaps of c_attn, in which q, k and v are side by side. Query heads may share
     key and value heads. name: the attention's name on disk. leaf: 'kernel' or 'bias'."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if naming.fused:
@@ -690,11 +694,12 @@ def qkv_tensor_maps(config, naming, name, leaf):
 
 
 def expert_tensor_maps(naming, name, ours, leaf, shape):
-    """Returns the TensorMaps of one matrix or bias of all experts, one TensorMap for each expert,
-    because the expert's tensor may be dequantized while it is read.
+    """Returns the TensorMaps of one matrix or bias of all experts. Each expert has a TensorMap of
+    its own, because its tensor may be dequantized while it is read.
 
-    name: the experts' name on disk. ours: the name of their module in GPT, as 'experts_c_fc'. leaf:
-    'kernel' or 'bias'. shape: the parameter's, [E, in, out] or [E, out]."""
+    name: the experts' name on disk. ours: the name of the experts' module in GPT, as
+    'experts_c_fc'. leaf: 'kernel' or 'bias'. shape: the parameter's shape, [E, in, out] or [E,
+    out]."""
     E, *_, n_out = shape
     names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
 
@@ -747,7 +752,7 @@ def largest_first(config):
 
 
 def open_parameters(path_or_name):
-    """Returns (config, {path: ParameterOnDisk}) of a pretrained model. Raises UserError if a tensor
+    """Returns (config; {path: ParameterOnDisk}) of a pretrained model. Raises UserError if a tensor
     is missing or has another shape, or if a tied head differs from the embeddings."""
     config, family, tensors, source = open_model(path_or_name)
     tensor_maps = family_tensor_maps(config, family)
@@ -802,7 +807,7 @@ class ParameterOnDisk:
 
 @functools.lru_cache(maxsize=4)
 def recently_read(parameter):
-    """Returns the float32 array of a ParameterOnDisk, and keeps the last four arrays: an export
+    """Returns the float32 array of a ParameterOnDisk, and keeps the last four arrays. An export
     asks for a parameter again for each tensor that is a part of it (q, k and v, or each expert)."""
     return parameter.read('float32')
 
@@ -826,8 +831,8 @@ def assemble_parameter(parts, shape, dtype):
 
 
 def aligned_empty(shape, dtype):
-    """Returns an array like np.empty at an address that is a multiple of 64 bytes: a CPU device
-    takes over such an array without a copy."""
+    """Returns an array like np.empty at an address that is a multiple of 64 bytes, because a CPU
+    device takes over such an array without a copy."""
     n_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize
     buffer = np.empty(n_bytes + 64, np.uint8)
     start = -buffer.ctypes.data % 64
@@ -851,12 +856,12 @@ def load_config(path_or_name):
 
 def load_weights(source, config, layout, change=None):
     """Loads the parameters of a pretrained model onto devices, sharded as `layout` says. Returns
-    (parameters, a CRC-32 checksum of the file's parameters). source: as path_or_name in
+    (parameters; a CRC-32 checksum of the file's parameters). source: as path_or_name in
     load_pretrained.
 
-    change: a function of (path in the tree, array), applied to each float32 parameter before it is
-    moved to its devices and before the next one is read. A table of learned positions is truncated
-    to the block_size of `config`, the run's."""
+    change: a function of (path in the tree, array). It is applied to each float32 parameter before
+    the parameter is moved to its devices and before the next parameter is read. config: the run's
+    GPTConfig; a table of learned positions is truncated to its block_size."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc
@@ -884,8 +889,8 @@ class Placing:
 
 
 def checksum_of_weights(source, config):
-    """Returns the same checksum as load_weights, holding one tensor at a time. It leaves out biases
-    of zero that GPT(config) does not have; save_pretrained adds them to a GPT-2."""
+    """Returns the same checksum as load_weights, holding one tensor at a time. Biases of zero that
+    GPT(config) does not have are left out, because save_pretrained adds such biases to a GPT-2."""
     crc = 0
     shapes = param_shapes(config)
 

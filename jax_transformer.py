@@ -4,9 +4,9 @@ References: nanoGPT, https://github.com/karpathy/nanoGPT/blob/master/model.py;
 OpenAI's GPT-2, https://github.com/openai/gpt-2/blob/master/src/model.py
 
 Everything beyond GPT-2, such as RMSNorm, RoPE and GQA, is off by default. The code of GPT-2 has the
-branches that switch it on; the section "other models" defines it, and can wait for a second
-reading. jax_ops/ says *how* things are computed and sharded: each docstring there begins with the
-plain equivalent.
+branches that switch these parts on. The section "other models" defines the parts, and can wait for
+a second reading. jax_ops/ says *how* things are computed and sharded. Each docstring there begins
+with the plain equivalent.
 
 Shapes are in the names, so `q_BxTxHxK` needs no comment:
     B  batch (sequences)        D  n_embd, the width        H  attention heads
@@ -43,8 +43,9 @@ from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding,
 class GPTConfig:
     """The architecture. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    rope_scaling, mla and moe (groups of fields) may be given as dicts, and tuples as lists. Raises
-    UserError for impossible values, see check_numbers and check_config."""
+    The fields rope_scaling, mla and moe are groups of fields, and may be given as dicts. Tuples may
+    be given as lists. Raises UserError for impossible values, see check_numbers and
+    check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -118,7 +119,7 @@ class GPTConfig:
         return self.layer_types[i % len(self.layer_types)], is_moe
 
     def architecture(self) -> dict[str, Any]:
-        """Returns {name: value} of all fields but the execution options.
+        """Returns {name: value} of all fields except the execution options.
         GPTConfig(**config.architecture()) is the same model."""
         values = dataclasses.asdict(self)
         for execution_option in ('attention', 'experts', 'scan_layers', 'remat'):
@@ -127,8 +128,8 @@ class GPTConfig:
 
 
 class Stream(struct.PyTreeNode):
-    """The arrays that flow from block to block. An idea that crosses blocks (the first layer's
-    values, a skip connection) adds its field here."""
+    """The arrays that flow from block to block. An idea that needs arrays across blocks, such as
+    the first layer's values or a skip connection, adds a field here."""
     x_BxTxD: Array
 
 
@@ -145,9 +146,9 @@ class Call(struct.PyTreeNode):
 
 def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
                 start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
-    """Returns the Call of the tokens idx_BxT. position_BxT: if not given, 0 .. T-1; with start_BxT
-    (packed rows), counted from the start of each conversation. The other parameters are the fields
-    of Call."""
+    """Returns the Call of the tokens idx_BxT. position_BxT: the position of each token. If it is
+    not given, the positions are 0 .. T-1, or with start_BxT (packed rows) counted from the start of
+    each conversation. The other parameters are the fields of Call."""
     in_order = position_BxT is None
     if in_order:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
@@ -177,7 +178,7 @@ class LayerNorm(nn.Module):
 
 def matrix_param(module: nn.Module, name: str, shape: tuple, init_std: float = INIT_STD) -> Any:
     """Returns module.param(name, nn.initializers.normal(init_std), shape), in float32. If decoding
-    or LoRA has put a Kernel in its place, returns the Kernel."""
+    or LoRA has put a Kernel in the parameter's place, returns the Kernel."""
     value = module.get_variable('params', name)
     if is_kernel(value):
         return value
@@ -185,9 +186,9 @@ def matrix_param(module: nn.Module, name: str, shape: tuple, init_std: float = I
 
 
 class Dense(nn.Module):
-    """x [..., I] @ kernel + bias -> [..., features] in the config's dtype. A tuple of features
-    stores several projections side by side in one kernel; the result is a list (c_attn: q, k,
-    v)."""
+    """Computes x [..., I] @ kernel + bias -> [..., features] in the config's dtype. If `features`
+    is a tuple, one kernel holds several projections side by side, and the result is a list with the
+    output of each (c_attn: q, k, v)."""
     config: GPTConfig
     features: int | tuple
     init_std: float = INIT_STD
@@ -224,10 +225,11 @@ def dot_product_attention(
     mask_BxTxS is True -> [B, T, H, K].
 
     Softmax is in float32. scale: K**-0.5 if None or 0. cap: for soft_cap of the scores; 0 is none.
-    GQA: query head h attends to key head h // Q, Q = H / G; the Q heads of a group are folded into
-    the time axis. sinks_H: one more logit per head in the softmax; its probability is thrown away.
-    dropout_rate: of the probabilities. key_B: dropout's key for each sequence; None is no dropout.
-    Values may have another width than keys; the result then has that width."""
+    GQA: query head h attends to key head h // Q, where Q = H / G. The Q query heads of a group are
+    folded into the time axis. sinks_H: one more logit per head in the softmax, whose probability is
+    thrown away. dropout_rate: the share of the probabilities that is dropped. key_B: a dropout key
+    for each sequence; None is no dropout. If values have another width than keys, the result has
+    the width of the values."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -270,9 +272,9 @@ class CausalSelfAttention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
-        """Returns (y_BxTxD, stream, cache): the output, the same Stream, and the layer's new cache.
+        """Returns (y_BxTxD, the output; the same Stream; the layer's new cache).
 
-        x_BxTxD: the normalized input. call: if not given, the Call of positions 0 .. T-1. cache:
+        x_BxTxD: the normalized input. call: the Call; by default that of positions 0 .. T-1. cache:
         the layer's KV cache, see update_kv_cache; None is no cache."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
@@ -315,8 +317,8 @@ class CausalSelfAttention(nn.Module):
 
 @functools.partial(jax.checkpoint, static_argnums=1)
 def gelu(x: Array, approximate: bool) -> Array:
-    """Computes GELU (arXiv:1606.08415) in float32, and again from x in the backward pass; the
-    result is in x's dtype. approximate: by tanh."""
+    """Computes GELU (arXiv:1606.08415) in float32, with the result in x's dtype. The backward pass
+    computes it again from x. approximate: whether GELU is approximated by tanh."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
@@ -341,8 +343,8 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, stream: Stream, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Stream, dict | None]:
-        """Computes x += attention(ln_1(x)); x += mlp(ln_2(x)) for x = stream.x_BxTxD, as GPT-2;
-        other models have other norms, see BLOCK_NORMS. Returns (the new Stream, the layer's new
+        """Computes x += attention(ln_1(x)); x += mlp(ln_2(x)) for x = stream.x_BxTxD, as GPT-2.
+        Other models have other norms, see BLOCK_NORMS. Returns (the new Stream; the layer's new
         cache)."""
         cfg = self.config
         attention = LatentAttention if cfg.mla else CausalSelfAttention
@@ -401,8 +403,8 @@ class GPT(nn.Module):
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
 
     def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
-        """Returns (logits as in __call__, the new cache). The T tokens are written to the KV cache
-        (see init_cache), and attend to it. PAD in position_BxT marks padding."""
+        """Returns (logits as in __call__; the new cache). The T tokens attend to the KV cache (see
+        init_cache), to which this call adds them. PAD in position_BxT marks padding."""
         stream, cache = self.hidden(idx_BxT, position_BxT, cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
@@ -411,12 +413,12 @@ class GPT(nn.Module):
              start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Array:
         """Computes the cross-entropy of each target, float32 [B, T].
 
-        loss_chunk: materialize the logits of this many positions at a time, a divisor of T; 0 is
-        all.
+        loss_chunk: the number of positions whose logits are materialized at a time, a divisor of T;
+        0 is all.
         deterministic, seq_id_B: as in __call__.
-        start_BxT: in rows packed with conversations, the index in the row where the conversation of
-        each token starts. The token attends to its own conversation only, and its position counts
-        from this start.
+        start_BxT: for rows that are packed with conversations. It says where the conversation of
+        each token starts, as an index in the row. A token attends to its own conversation only, and
+        its position counts from this start.
         padding_BxT: True for padding, which the load-balancing loss of experts does not count."""
         stream, _ = self.hidden(
             idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B, start_BxT=start_BxT,
@@ -430,8 +432,8 @@ class GPT(nn.Module):
         return loss_of(stream.x_BxTxD, targets_BxT)
 
     def embed(self, idx_BxT: Array, call: Call) -> Stream:
-        """Returns the Stream into the first block: the embeddings of the tokens idx_BxT, with
-        learned positions added, after dropout."""
+        """Returns the Stream into the first block: the embeddings of the tokens idx_BxT, plus
+        learned positions if the model has them, after dropout."""
         cfg = self.config
         x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
@@ -443,7 +445,7 @@ class GPT(nn.Module):
                *, deterministic: bool = True, seq_id_B: Array | None = None,
                start_BxT: Array | None = None,
                padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
-        """Returns (the Stream after the last norm, the new cache). The parameters are those of
+        """Returns (the Stream after the last norm; the new cache). The parameters are those of
         __call__, with_cache and loss. Raises ValueError if T is more than block_size."""
         cfg = self.config
         B, T = idx_BxT.shape
@@ -520,9 +522,10 @@ def attention_span(config: GPTConfig, layer_type: str) -> int:
 
 def attention_mask(config: GPTConfig, layer_type: str, call: Call,
                    key_position_BxS: Array | None = None) -> Array:
-    """Returns bool [B, T, S], True where a query may attend to a key: at its own position and
-    before, within its window or chunk. In packed rows the key must also be in the query's
-    conversation: both have the same start. key_position_BxS: as in attend."""
+    """Returns bool [B, T, S], True where a query may attend to a key. The key must be at the
+    query's position or before, and within the query's window or chunk. In packed rows the key must
+    also be in the query's conversation: both have the same start. key_position_BxS: as in
+    attend."""
     limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
@@ -538,10 +541,10 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
 def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call: Call,
                      **options: Any) -> None:
     """Records the attention probabilities of a layer, [B, T, H, S], in flax's collection
-    `intermediates`. look_inside (jax_run/inside.py) reads them.
+    `intermediates`, where look_inside (jax_run/inside.py) reads them.
 
-    They are the result of attend with unit vectors as values, so that masks, caps and sinks apply.
-    options: scale and sinks_H of attend."""
+    The probabilities are the result of attend with unit vectors as values, so that masks, caps and
+    sinks apply. options: scale and sinks_H of attend."""
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
     probs_BxTxHxS = attend(
@@ -586,9 +589,9 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
     """Returns whether a layer's cache is a ring of its attention span.
 
-    It is a ring if positions may exceed the span, so that keys are overwritten: in each layer with
-    a window or chunks, and in all layers of a model with RoPE, whose positions continue past
-    block_size."""
+    A cache is a ring if positions may exceed the span, so that keys are overwritten. This is so in
+    each layer with a window or chunks, and in all layers of a model with RoPE, because RoPE's
+    positions continue past block_size."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
@@ -597,8 +600,8 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
     Returns (the keys and values that the queries attend to, {name: [B, S, G, K]}; their positions,
-    [B, S] or [1, S]; the new cache). S is the number of slots. For a ring it may be the number of
-    slots plus T: the old keys and values of all slots, then the new ones."""
+    [B, S] or [1, S]; the new cache). S is the number of slots. For a ring, S may be the number of
+    slots plus T; the old keys and values of all slots then come before the T new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -612,8 +615,8 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
     """Does the work of update_kv_cache for a ring, where slot == position % S.
 
     A token is overwritten once it is out of the attention span. A cache with fewer slots than the
-    span can only hold the positions below S; grow_cache must enlarge it before a later position is
-    written."""
+    span can only hold the positions below S. grow_cache must enlarge such a cache before a later
+    position is written."""
     B, T = next(iter(new_kv.values())).shape[:2]
     S = next(iter(cache.values())).shape[2]
     span = attention_span(config, layer_type)
@@ -674,8 +677,8 @@ def read_cache(cache: dict, dtype: str) -> dict:
 
 
 def held_dtype(cache: Array) -> np.dtype:
-    """Returns the dtype of the values in an array of the cache, which may store floats as bits: see
-    STORED_AS."""
+    """Returns the dtype of the values in an array of the cache. The array may store floats as bits,
+    see STORED_AS."""
     for held, stored in STORED_AS.items():
         if stored == cache.dtype:
             return jnp.dtype(held)
@@ -687,11 +690,11 @@ def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Arr
     have one more axis, K.
 
     Slots out of range are ignored. Two details are for the compilers:
-    - Each head is indexed, too: otherwise XLA:TPU stores the cache with heads next to K, and copies
+    - Each head is indexed, too. Otherwise XLA:TPU stores the cache with heads next to K, and copies
       all of it before and after a loop of decoding.
-    - XLA:CPU lowers a scatter to one slot to an update that is fused into every reader and copies
-      the cache. So the vector is written a second time, to a slot out of range: that stays a
-      scatter."""
+    - XLA:CPU turns a scatter to a single slot into an update, fuses this update into every reader,
+      and so copies the cache. Therefore the vector is written a second time, to a slot out of
+      range: a scatter to two slots stays a scatter."""
     x_BxTxG = x_BxTxG.astype(held_dtype(cache_BxGxS))
     x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG, cache_BxGxS.dtype)
     if slot_BxT.size == 1:
@@ -718,9 +721,8 @@ def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
     """Returns the number of slots of a layer's cache: min(n_slots, attention span). A complete ring
-    of 2,048 slots or more gets PIECE (512) extra slots. Without them, update_ring_cache would
-    concatenate the old cache and the new keys for each piece of a prompt, which copies the
-    cache."""
+    of 2,048 slots or more gets PIECE (512) extra slots. Without these, update_ring_cache would
+    concatenate the old cache and the new keys for each piece of a prompt, and so copy the cache."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
@@ -738,10 +740,10 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
     """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see THE SLOT RULE above.
 
     A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
-    dtype: one of CACHE_DTYPES, or 'auto' for the config's.
+    dtype: one of CACHE_DTYPES, or 'auto' for the config's dtype.
     n_draft: how many draft tokens a step may reject. The next step writes other tokens at the
-    positions of the rejected ones. Without these extra slots, a rejected token in a ring would
-    overwrite a key that is still in the window.
+    positions of the rejected tokens. Without the n_draft extra slots, a rejected token in a ring
+    would overwrite a key that is still in the window.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
     held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(held.dtype.name, held) if as_bits else held
@@ -765,10 +767,10 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
     jax.jit, static_argnames=('config', 'batch_size', 'n_slots', 'dtype', 'n_draft', 'as_bits'))
 def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slots: int, dtype: str,
                n_draft: int, as_bits: bool) -> dict:
-    """Returns a copy of a KV cache with n_slots slots, or an empty one if cache is None.
+    """Returns a copy of a KV cache with n_slots slots, or an empty cache if `cache` is None.
 
-    The cache must not have wrapped around yet: every token keeps its slot. The other parameters are
-    those of init_cache."""
+    The cache must not have wrapped around yet, because every token keeps its slot. The other
+    parameters are those of init_cache."""
     larger = init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits)
     if cache is None:
         return larger
@@ -818,10 +820,11 @@ def estimate_mfu(n_params: int, config: GPTConfig, tokens_per_sec: float, peak_f
     """Computes the model FLOPs utilization: the share of `peak_flops` (FLOP/s of all devices
     together) that the training achieves.
 
-    A token costs 6 FLOPs per trained parameter, forward and backward; 4 per frozen parameter, which
-    has no gradient; and in each layer 12 H K T for attention (PaLM, arXiv:2204.02311, appendix B),
-    where T is the layer's attention span. n_params: count_params of the trained parameters.
-    n_frozen: count_params of the frozen ones. Experts that a token does not use are not counted."""
+    A token costs: 6 FLOPs per trained parameter, forward and backward; 4 FLOPs per frozen
+    parameter, which has no gradient; in each layer, 12 H K T FLOPs for attention, where T is the
+    layer's attention span (PaLM, arXiv:2204.02311, appendix B). n_params: count_params of the
+    trained parameters. n_frozen: count_params of the frozen parameters. Experts that a token does
+    not use are not counted."""
     mla, moe = config.mla, config.moe
     n_matrices = 3 if config.has_gate else 2
     unused, spans = 0, 0
@@ -932,9 +935,9 @@ def scale_longrope(frequencies: np.ndarray, scaling: RopeScaling, theta: float) 
 
 
 def scale_llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Keeps the pairs that rotate at least scaling.high times over the original length, and slows
-    down those with at most scaling.low rotations by scaling.factor. In between, the transition is
-    linear in the number of rotations."""
+    """Keeps the frequency of each pair that rotates at least scaling.high times over the original
+    length. Divides the frequency of each pair that rotates at most scaling.low times by
+    scaling.factor. In between, the transition is linear in the number of rotations."""
     rotations = frequencies * scaling.original_length / (2 * np.pi)
     keep = (rotations - scaling.low) / max(scaling.high - scaling.low, 1e-9)
     return slow_down(frequencies, scaling.factor, keep)
@@ -966,11 +969,11 @@ ROPE_SCALINGS = {
 
 
 def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
-    """Returns (RoPE's radians per position for each pair of channels that it rotates in this layer,
-    a numpy array; the factor by which cosine and sine are multiplied).
+    """Returns (radians per position for each pair of channels that RoPE rotates in this layer, a
+    numpy array; the factor of cosine and sine).
 
-    layer_type: one of LAYER_TYPES. head_width: channels of a head, or of the part of it that has
-    RoPE."""
+    layer_type: one of LAYER_TYPES. head_width: the channels of a head, or of the part of a head
+    that has RoPE."""
     width = config.rope_width or head_width
     if layer_type == 'window' and config.window_rope_theta:
         return rope_inv_freq(config.window_rope_theta, width), 1.0
@@ -980,8 +983,8 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
 
 def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
-    arXiv:2104.09864), in float32. If config.rope_width is set, it takes the place of K: only the
-    first rope_width channels form pairs, and the others are unchanged."""
+    arXiv:2104.09864), in float32. If config.rope_width is set, rope_width takes the place of K:
+    only the first rope_width channels form pairs, and the other channels are unchanged."""
     frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
     # [B, T, 1, K / 2]
     angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
@@ -995,10 +998,11 @@ def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_Bx
 
 def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTxGxK: Array,
                     position_BxT: Array) -> tuple[Array, Array]:
-    """Returns (q, k) with RoPE, then, if qk_norm is 'plain', with RMSNorm without gain.
+    """Returns (q; k) after RoPE and, if qk_norm is 'plain', after an RMSNorm without gain.
 
-    'nope' layers have neither, but an attention temperature (Llama 4): the query at position p is
-    scaled by 1 + query_growth * ln(1 + floor((p + 1) / query_growth_every))."""
+    'nope' layers have neither RoPE nor this norm. They have an attention temperature (Llama 4): the
+    query at position p is scaled by 1 + query_growth * ln(1 + floor((p + 1) /
+    query_growth_every))."""
     if layer_type == 'nope':
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]
@@ -1025,7 +1029,7 @@ class MLAConfig:
 class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434). K and V of all heads are
     projected from one low-rank latent per token. A second part of the keys, shared by all heads,
-    carries RoPE. Only the latent and this part are cached."""
+    carries RoPE. Only the latent and this part of the keys are cached."""
     config: GPTConfig
     layer_type: str = 'full'
 
@@ -1106,19 +1110,19 @@ def plain_mlp(config: GPTConfig, h: Array, gate: Array | None) -> Array:
 
 
 def swiglu(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes SwiGLU (arXiv:2002.05202), silu(gate) * h, of the outputs h of c_fc and gate of
-    c_gate."""
+    """Computes SwiGLU (arXiv:2002.05202), silu(gate) * h. h is the output of c_fc, and `gate` is
+    the output of c_gate."""
     return jax.nn.silu(gate) * h
 
 
 def geglu(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes GEGLU (arXiv:2002.05202), gelu(gate) * h, of the outputs h of c_fc and gate of
-    c_gate."""
+    """Computes GEGLU (arXiv:2002.05202), gelu(gate) * h. h is the output of c_fc, and `gate` is the
+    output of c_gate."""
     return gelu(gate, ACTIVATIONS[config.activation]) * h
 
 
 def swiglu_clamped(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes the SwiGLU of gpt-oss, whose inputs are clamped to config.swiglu_limit."""
+    """Computes the SwiGLU of gpt-oss, with inputs that are clamped to config.swiglu_limit."""
     gate = jnp.minimum(gate, config.swiglu_limit)
     h = jnp.clip(h, -config.swiglu_limit, config.swiglu_limit)
     return (h + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -1166,8 +1170,8 @@ class MoEConfig:
 
 
 class Router(nn.Module):
-    """Chooses experts: x [B, T, D] -> (each token's experts, int32; their weights, float32), [P, U]
-    each, P = B T and U = n_used."""
+    """Chooses experts: x [B, T, D] -> (the experts of each token, int32 [P, U]; the weights of
+    these experts, float32 [P, U]), where P = B T and U = n_used."""
     config: GPTConfig
 
     @nn.compact
@@ -1210,9 +1214,10 @@ def balance_loss(expert_BxTxU: Array, score_BxTxE: Array,
     """Returns E * sum over experts (share of tokens * mean score), a scalar that is 1 if balanced
     (the load-balancing loss of Switch, arXiv:2101.03961).
 
-    It is the mean over sequences, each computed by itself (DeepSeek-V3, arXiv:2412.19437), so that
-    it does not depend on how the batch is sharded. expert_BxTxU: the experts of each token.
-    score_BxTxE: the router's scores. padding_BxT: True for tokens that do not count."""
+    The loss is computed for each sequence by itself and averaged over the sequences (DeepSeek-V3,
+    arXiv:2412.19437), so that it does not depend on how the batch is sharded. expert_BxTxU: the
+    experts of each token. score_BxTxE: the router's scores. padding_BxT: True for tokens that do
+    not count."""
     T, U = expert_BxTxU.shape[1:]
     E = score_BxTxE.shape[-1]
     n_chosen_BxTxE = jax.nn.one_hot(expert_BxTxU, E).sum(2)
@@ -1245,7 +1250,7 @@ class ExpertDense(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts: a router sends each token through n_used of n_expert MLPs; no token is
+    """A mixture of experts: a router sends each token through n_used of n_expert MLPs. No token is
     dropped."""
     config: GPTConfig
 
@@ -1360,8 +1365,8 @@ def check_config(config: GPTConfig) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports generate and create_train_state on first use. `from jax_transformer import generate`
-    works, although the modules that define them import this file."""
+    """Imports generate and create_train_state on first use. So `from jax_transformer import
+    generate` works, although the modules that define these two functions import this file."""
     if name == 'generate':
         from jax_generate import generate
         return generate

@@ -2,13 +2,13 @@
 
 $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
-With the same flags and seed it has the numbers of train_jax.py (tests/test_nano_jax.py), but for
-last bits: that one sums in another order and computes the lr in float32. Left out are dropout,
-checkpoints, bfloat16, sharded and other models. Two ideas: parameters are dicts of arrays, which
-are passed in, and a training step returns new ones; jax.jit compiles a function, jax.grad makes its
-gradient. Shapes are in names, as in q_BxTxHxK: B sequences, N of an iteration, T tokens of each, S
-tokens that are attended to, D channels, H heads of K, F in the MLP, V tokens of the vocabulary.
-"""
+With the same flags and seed its numbers are those of train_jax.py (tests/test_nano_jax.py) except
+for last bits, because train_jax.py sums in another order and computes the lr in float32. Left out
+are dropout, checkpoints, bfloat16, sharded and other models. Two ideas: parameters are dicts of
+arrays, which are passed in, and a training step returns new dicts; jax.jit compiles a function, and
+jax.grad makes its gradient. Names give shapes, as in q_BxTxHxK: B sequences; N sequences of an
+iteration; T tokens of a sequence; S tokens that are attended to; D channels; H heads of K channels;
+F channels in the MLP; V tokens of the vocabulary."""
 import argparse, ast, collections, functools, hashlib, itertools, json, math, pathlib, sys, time
 import jax
 import jax.numpy as jnp
@@ -152,7 +152,7 @@ def shuffled_starts(n_tokens, cfg):
         yield from offset + cfg.block_size * rng.permutation(n_windows)
 
 def read_windows(tokens, starts, block_size):
-    """Returns x and y, int32 [B, T]: the windows at these starts, and the same shifted by one."""
+    """Returns (x; y), int32 [B, T] each: windows at these starts; the windows one token later."""
     windows = tokens[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int32)
     return windows[:, :-1], windows[:, 1:]
 
@@ -166,7 +166,7 @@ def get_lr(n, cfg):
     return cfg.min_lr + 0.5 * (1 + math.cos(math.pi * share)) * (cfg.learning_rate - cfg.min_lr)
 
 def adamw(params, grads, moments, lr, cfg):
-    """Returns (params, moments) after an update; moments: {'m', 'v', 'n': updates so far}."""
+    """Returns (params; moments) after an update. moments: {'m', 'v', 'n': updates so far}."""
     # clip: scale the gradients down to a global norm of grad_clip
     norm = jnp.sqrt(sum(jnp.square(g).sum() for g in jax.tree.leaves(grads)))
     scale = jnp.minimum(1, cfg.grad_clip / (norm + 1e-6)) if cfg.grad_clip else 1
@@ -184,7 +184,7 @@ def adamw(params, grads, moments, lr, cfg):
     return jax.tree.map(update, params, m, v), {'m': m, 'v': v, 'n': n}
 
 def make_train_step(cfg, mesh):
-    """Makes train_step(params, moments, x, y, lr) -> (params, moments, loss): an iteration."""
+    """Returns train_step(params, moments, x, y, lr) -> (params, moments, loss), an iteration."""
     # steps per device; if mesh.size does not divide the micro-batches, a step takes a part of one
     n_micro = cfg.gradient_accumulation_steps
     n_micro //= math.gcd(n_micro, mesh.size)
@@ -209,14 +209,14 @@ def make_train_step(cfg, mesh):
     return jax.jit(step, donate_argnums=(0, 1))  # results reuse the memory of params and moments
 
 def estimate_loss(params, tokens, cfg):
-    """Returns the mean loss of windows that are spread evenly, the same at every call."""
+    """Returns the mean loss of evenly spread windows, which are the same at every call."""
     n, last = cfg.eval_iters * cfg.batch_size, len(tokens) - 1 - cfg.block_size
     starts = np.arange(n) * last // max(1, n - 1)
     batches = [read_windows(tokens, b, cfg.block_size) for b in np.split(starts, cfg.eval_iters)]
     return np.mean([loss_fn(params, x_BxT, y_BxT, cfg) for x_BxT, y_BxT in batches])
 
 def generate(params, ids, cfg):
-    """Returns the ids of a prompt with max_new_tokens more."""
+    """Returns the ids of a prompt, followed by max_new_tokens new ids."""
     ids, n_cached = list(ids), 0
     shape = 1, cfg.block_size, cfg.n_head, cfg.n_embd // cfg.n_head
     cache = {f'h_{i}': {name: jnp.zeros(shape) for name in 'kv'} for i in range(cfg.n_layer)}

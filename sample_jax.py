@@ -91,9 +91,9 @@ from jax_run.speed import report_speed
 
 
 def read_prompts(start, each_line, chat):
-    """Returns the prompts that --start gives, a list of texts; in a chat also dicts, see
-    read_prompt. each_line: whether each line of a text file is a prompt. Raises UserError if the
-    file has no prompts, or a wrong one."""
+    """Returns the prompts that --start gives: a list of texts, in a chat of texts and dicts (see
+    read_prompt). each_line: whether each line of a text file is a prompt. Raises UserError if the
+    file has no prompts, or a line that is not a prompt."""
     if not start.startswith('FILE:'):
         return [start]
     # a file of JSON lines, of a prompt in each line, or of a single prompt
@@ -115,8 +115,9 @@ def read_prompts(start, each_line, chat):
 
 def read_prompt(path, number, line, chat):
     """Returns the prompt in a line of prompts.jsonl: "some text" or {"prompt": "some text"}. In a
-    chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs"; returns
-    this dict with one more key, 'where': the file and line. Raises UserError for any other line."""
+    chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs". For such
+    a line, returns the dict with one more key, 'where': the file and line. Raises UserError for any
+    other line."""
     # a line that is not JSON is refused below, like everything else that is not a prompt
     try:
         prompt = json.loads(line)
@@ -136,9 +137,9 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of `prompt`, an element of read_prompts; in a chat, those of the chat
-    with this prompt as the question. conversation: the Chat, or None for completion. Raises
-    UserError for messages that the chat template refuses."""
+    """Returns the token ids of `prompt`, an element of read_prompts. In a chat, returns the ids of
+    the chat in which this prompt is the question. conversation: the Chat, or None for completion.
+    Raises UserError for messages that the chat template refuses."""
     # a question of a chat; a prompt; or messages, which follow --system
     if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])

@@ -34,7 +34,7 @@ def fail(message):
 
 def end_at_signals():
     """Makes Ctrl-C, SIGTERM and the SIGHUP of a closed terminal end the script with one line and
-    exit code 128 + n, after it has tidied up. A signal that nohup ignores stays ignored."""
+    exit code 128 + n, after the script has tidied up. A signal that nohup ignores stays ignored."""
     script = os.getpid()
 
     def stop(number, frame):
@@ -52,8 +52,8 @@ def end_at_signals():
 
 
 def positive(text):
-    """Returns the number above 0 that `text`, the value of a flag, means. Raises ValueError for
-    another value."""
+    """Returns the number above 0 that `text`, the value of a flag, stands for. Raises ValueError
+    for any other value."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -61,8 +61,8 @@ def positive(text):
 
 def create_parser(doc, out_dir, *, rows=False):
     """Returns the parser of a script, with the flag --out_dir, and with --rows if `rows`. doc: the
-    script's docstring, which --help prints. out_dir: the default. From here on a signal ends the
-    script with a line."""
+    script's docstring, which --help prints. out_dir: the default of --out_dir. From this call on, a
+    signal ends the script with one line (end_at_signals)."""
     end_at_signals()
     parser = argparse.ArgumentParser(description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,7 +77,7 @@ def create_parser(doc, out_dir, *, rows=False):
 
 
 def download(url, path):
-    """Downloads a file unless it is there already. Raises UserError if that fails."""
+    """Downloads a file unless it is there already. Raises UserError if the download fails."""
     if os.path.exists(path):
         return
     try:
@@ -150,8 +150,8 @@ def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
 
 
 def train_bpe(texts, size, has_chat=False):
-    """Returns a byte-level BPE of at most `size` tokens: END, with has_chat CHAT_TOKENS, the 256
-    bytes, and the merges that occur twice in the texts.
+    """Returns a byte-level BPE of at most `size` tokens: END; with has_chat also CHAT_TOKENS; the
+    256 bytes; and the merges that occur at least twice in the texts.
 
     A pattern splits the text, and a token is a part of one match: a word with the space before it,
     a digit, or punctuation with the newlines after it. The pattern is Qwen2's, because llama.cpp
@@ -198,7 +198,7 @@ def gpt2_encoding():
 
 
 def load_model_tokenizer(model, template=None, stop_text=None):
-    """Returns (HFTokenizer, Vocabulary) of a model. model: a Hugging Face folder or owner/name, the
+    """Returns (HFTokenizer; Vocabulary) of a model. model: a Hugging Face folder or owner/name, the
     out_dir of a run, a data set, or gpt2. template: a chat template, a text, in place of the
     model's. stop_text: the text that ends the answers of this template if the model has no token
     that ends a text. Raises UserError if the tokenizer cannot be read."""
@@ -239,8 +239,8 @@ def find_tokenizer(model):
 
 @functools.cache
 def library_tokenizer(content):
-    """Makes a Tokenizer from the content of a tokenizer.json. It takes names of special tokens in a
-    text as plain text."""
+    """Makes a Tokenizer from the content of a tokenizer.json. The Tokenizer takes names of special
+    tokens in a text as plain text."""
     from tokenizers import Tokenizer
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
@@ -250,11 +250,11 @@ def library_tokenizer(content):
 
 
 def create_encoder(vocabulary, num_threads=None):
-    """Returns a function that takes a list of texts and returns an iterator over the ids of each,
-    without `begin` and `end`. Names of special tokens in a text are plain text.
+    """Returns a function that takes a list of texts and returns an iterator over the ids of each
+    text, without `begin` and `end`. Names of special tokens in a text are plain text.
 
-    num_threads: for GPT-2's BPE and for characters. Hugging Face's tokenizers use threads of their
-    own; the environment variable RAYON_NUM_THREADS sets how many."""
+    num_threads: the number of threads for GPT-2's BPE and for characters. Hugging Face's tokenizers
+    use threads of their own; the environment variable RAYON_NUM_THREADS sets how many."""
     kind = vocabulary.tokenizer['kind']
     if kind == 'folder':
         tokenizer = library_tokenizer(vocabulary.files['tokenizer.json'])
@@ -296,13 +296,14 @@ def encode_documents(texts, vocabulary, num_threads=None):
 
 
 def cut(blocks, size=2**20):
-    """Cuts a text that comes in blocks into pieces of at most `size` characters, and yields (piece,
+    """Cuts a text that comes in blocks into pieces of at most `size` characters, and yields (piece;
     is_last).
 
-    If possible, a piece ends behind a newline between two characters that are not spaces: there
-    GPT-2's BPE, bpe:N and similar tokenizers have the same tokens as for the whole text. Otherwise
-    it ends before a space between two words, where most other tokenizers have the same tokens, too.
-    A tokenizer that puts a space before a text puts one before each piece."""
+    If possible, a piece ends behind a newline between two characters that are not spaces. At such a
+    cut, GPT-2's BPE, bpe:N and similar tokenizers have the same tokens as for the whole text.
+    Otherwise a piece ends before a space between two words. At such a cut, most other tokenizers
+    have the same tokens as for the whole text, too. A tokenizer that puts a space before a text
+    puts a space before each piece."""
     rest = ''
     for block in blocks:
         rest += block
@@ -316,9 +317,10 @@ def cut(blocks, size=2**20):
 
 
 def end_of_piece(text, start, stop):
-    """Returns the end of the piece of a text that begins at `start`. It is behind the last newline
-    before `stop` between two characters that are not spaces, else before the last space in front of
-    a word, else `stop`."""
+    """Returns the end of the piece of a text that begins at `start`. The end is behind the last
+    newline before `stop` that stands between two characters that are not spaces. Without such a
+    newline, the end is before the last space in front of a word; without such a space, it is
+    `stop`."""
     end = text.rfind('\n', start + 1, stop)
     while end > start:
         # GPT-2's BPE would join the newline to a space before it, at the end of a text only
@@ -350,7 +352,7 @@ def make_folder(folder):
 
 def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_bytes=None, **meta):
     """Writes a data set from memory. documents: {'train', 'val': a list with the ids of each
-    document}. Returns the number of tokens {'train', 'val'}. Everything else is as in
+    document}. Returns the number of tokens {'train', 'val'}. The other parameters are those of
     finish_data_set."""
     make_folder(folder)
     lengths = {}
@@ -367,10 +369,10 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     that gets this name}. Then renames the tokens, train.bin last: without train.bin a folder is not
     a data set, and with train.bin but without meta.json it would count as GPT-2's tokens.
 
-    lengths, block_size: for a data set of rows; lengths has the number of tokens of each document
-    of {'train', 'val'}. n_bytes: UTF-8 bytes of the texts of {'train', 'val'}, in chats of the
-    parts that count; None if unknown. Returns the number of tokens {'train', 'val'}. Raises
-    UserError, after removing the parts.
+    lengths, block_size: for a data set of rows; lengths is {'train', 'val': the number of tokens of
+    each document}. n_bytes: {'train', 'val': the UTF-8 bytes of the texts, in chats only of the
+    parts that count}; None if unknown. Returns the number of tokens {'train', 'val'}. If a split
+    has too few tokens or no full row, removes the parts and raises UserError.
 
     meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
     the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same tokens as
@@ -432,7 +434,7 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
 
 
 def digest_of(content):
-    """Returns the SHA-256 in hex of bytes, or of the file at a path."""
+    """Returns the SHA-256 in hex of `content`: bytes, or the path of a file."""
     if not isinstance(content, Path):
         return hashlib.sha256(content).hexdigest()
     with open(content, 'rb') as f:
@@ -446,8 +448,8 @@ def remove(folder, names):
 
 
 def describe(vocabulary):
-    """Returns the description of a Vocabulary for meta.json. That of the kind 'folder' has the
-    "digest" of its tokens; the others need none."""
+    """Returns the description of a Vocabulary for meta.json. A description of the kind 'folder' has
+    the "digest" of the tokens; other kinds need none."""
     if vocabulary.tokenizer['kind'] != 'folder':
         return vocabulary.tokenizer
     from jax_hub.tokenizers import tokens_digest
@@ -473,8 +475,8 @@ def count_bytes_of(text, n, vocabulary):
 
 @functools.cache
 def bytes_of_tokens(files):
-    """Returns the number of bytes of each token of a tokenizer, an array; None if it is not known.
-    files: the files of the tokenizer, ((name, content), ...)."""
+    """Returns the number of bytes of each token of a tokenizer, an array; None if these numbers are
+    not known. files: the files of the tokenizer, ((name, content), ...)."""
     from jax_hub.tokenizers import load_token_bytes
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files:
@@ -484,8 +486,9 @@ def bytes_of_tokens(files):
 
 
 def count_token_bytes(path, vocabulary, mask=None):
-    """Returns the bytes of all tokens of a file, or with the file `mask` only of the tokens that
-    count; None if the bytes of a token are unknown."""
+    """Returns the number of bytes that all tokens of a file stand for; None if the bytes of a token
+    are unknown. mask: the path of a file of masks; if given, only tokens that count are
+    included."""
     of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None
@@ -518,8 +521,8 @@ def count_tokens(path, dtype):
 
 def write_rows(path, dtype, lengths, block_size):
     """Writes the documents of a file of tokens as rows of block_size + 1 tokens, see fill_rows.
-    Prints how much is cropped. Returns the path of the file of rows. lengths: the number of tokens
-    of each document. Raises UserError if no row is full."""
+    Prints how many of the tokens are cropped. Returns the path of the file of rows. lengths: the
+    number of tokens of each document. Raises UserError if no row is full."""
     tokens = np.memmap(path, dtype, 'r')
     starts = np.cumsum([0, *lengths])
     path = path.with_suffix('').with_suffix('.rows.part.bin')
@@ -538,11 +541,12 @@ def write_rows(path, dtype, lengths, block_size):
 
 
 def fill_rows(lengths, size, n_waiting=1000):
-    """Yields (document, n): the documents that fill rows of `size` tokens, one after the other, and
-    the number of tokens taken from each. lengths: the number of tokens of each document.
+    """Yields (document; n) for the documents that fill rows of `size` tokens, one after the other.
+    n: the number of tokens that are taken from the document. lengths: the number of tokens of each
+    document.
 
     Uses best fit, as nanochat's loader: takes the longest of the next n_waiting documents that fits
-    into the rest of the row. If none fits, takes the shortest and crops it."""
+    into the rest of the row. If no document fits, takes the shortest and crops it."""
     coming = enumerate(map(int, lengths))
     waiting = []  # (tokens, document), sorted
     space = size  # the rest of the row

@@ -14,15 +14,15 @@ PACKED_ENDINGS = ('.gz', '.zst', '.bz2', '.xz')
 
 
 def ending(path):
-    """Returns the ending of a file's name in lower case, without that of a compression: '.jsonl'
-    for A.JSONL.GZ."""
+    """Returns the ending of a file's name in lower case, without the ending of a compression:
+    '.jsonl' for A.JSONL.GZ."""
     name, end = os.path.splitext(path.lower())
     return os.path.splitext(name)[1] if end in PACKED_ENDINGS else end
 
 
 @contextlib.contextmanager
 def reading(path):
-    """Turns exceptions of the libraries, while the block reads the file, into a UserError."""
+    """Turns exceptions of the libraries into a UserError, while the `with` block reads the file."""
     try:
         yield
     except UserError:
@@ -36,7 +36,7 @@ def reading(path):
 @contextlib.contextmanager
 def open_text(path):
     """Opens a file as UTF-8 text, decompressed and without a byte order mark; lines end at \\n
-    only. Raises UserError, also if the block fails to read."""
+    only. Raises UserError if the file cannot be opened, or if the `with` block fails to read it."""
     packed = os.path.splitext(path.lower())[1]
     with reading(path):
         if packed == '.xz':
@@ -62,10 +62,11 @@ def read_text(path):
 
 
 def read_rows(path, columns=None):
-    """Yields (where, row) for each row of a file. `where` is 'line 7' in JSON lines, else 'row 7'.
-    A row is a dict; in a JSON file it may be anything else, and in a table it is a list if it has
-    another number of fields than the header. columns: the columns of a parquet file to read; all,
-    if it has none of them. Raises UserError if the file cannot be read."""
+    """Yields (where; row) for each row of a file. `where` is 'line 7' in JSON lines, else 'row 7'.
+    A row is usually a dict. In a JSON file a row may be anything else. In a table, a row with
+    another number of fields than the header is a list. columns: the columns of a parquet file to
+    read; if the file has none of them, all columns are read. Raises UserError if the file cannot be
+    read."""
     if ending(path) == '.parquet':
         yield from numbered('row', read_parquet(path, columns))
     elif ending(path) in ('.csv', '.tsv'):
@@ -105,8 +106,8 @@ def is_json(text):
 
 
 def read_table(path):
-    """Yields the rows of a table with a header, {column: text}. A quoted field may hold
-    newlines."""
+    """Yields the rows of a table with a header, {column: text}. A row with another number of fields
+    than the header is yielded as a list. A quoted field may hold newlines."""
     csv.field_size_limit(2**28)
     with open_text(path) as file:
         delimiter = '\t' if ending(path) == '.tsv' else ','

@@ -1,2 +1,2 @@
-"""Other people's models: configs, weights, tokenizers and chat templates. transformers reads what
-it defines."""
+"""Other people's models: configs, weights, tokenizers and chat templates. The package transformers
+reads what transformers defines."""

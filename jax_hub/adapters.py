@@ -21,12 +21,12 @@ class Halves(NamedTuple):
 
 
 def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
-    """Returns (the content of adapter_config.json, {name: array}) of an adapter.
+    """Returns (the content of adapter_config.json; {name: array}) of an adapter.
 
-    modules: {name of a module in transformers: Halves}. rank, alpha: those of the run. A module
-    that holds n of the run's updates side by side has n times this rank and alpha. base: the path
-    of the base model, or its name on the hub. model_type: that of its config.json. others: the
-    modules without an update."""
+    modules: {name of a module in transformers: Halves}. rank, alpha: the rank and alpha of the run.
+    A module that holds n of the run's updates side by side has n times this rank and alpha. base:
+    the path of the base model, or its name on the hub. model_type: the model_type in the base
+    model's config.json. others: the modules without an update."""
     # The tensors of the modules, and the modules with another rank than the run.
     tensors = {}
     ranks = {}
@@ -60,14 +60,15 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
 
 
 def as_peft_number(alpha):
-    """Returns alpha as an int if it is a whole number, because peft's type of it is int."""
+    """Returns alpha as an int if it is a whole number, because peft declares alpha as an int."""
     return int(alpha) if alpha == int(alpha) else alpha
 
 
 def name_targets(modules, others):
-    """Returns the names by which peft finds the modules of an adapter: the ends of their names,
-    such as 'q_proj', or their whole names if a module in `others` ends alike or the model has a
-    vision part. Raises UserError if peft would still find a module of experts in `others`."""
+    """Returns the names by which peft finds the modules of an adapter. These are the ends of the
+    modules' names, such as 'q_proj'. They are the whole names if a module in `others` has the same
+    end, or if the model has a vision part. Raises UserError if peft would still find a module of
+    experts in `others`."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

@@ -25,7 +25,7 @@ class Chat(NamedTuple):
 
 
 def read_chat(messages, tools=None, variables=None):
-    """Turns a user's messages into a Chat. Raises UserError if they are no conversation."""
+    """Turns a user's messages into a Chat. Raises UserError if `messages` are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
                         'one')
@@ -34,8 +34,9 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_message(i, message):
-    """Returns message number i with its parts of text joined to one text, because many templates
-    take nothing else. Raises UserError if it is not a message."""
+    """Returns message number i. If its content is a list of text parts, they are joined to one
+    text, because many templates take nothing else. Raises UserError if `message` is not a
+    message."""
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     message = {key: value for key, value in message.items() if value is not None}
@@ -56,7 +57,8 @@ def read_message(i, message):
 
 
 def text_of_part(part):
-    """Returns the text of a part of a message's content, None for a part of another type."""
+    """Returns the text of a part of a message's content; None for a part of another type than text.
+    A part that is not a dict is returned unchanged."""
     if not isinstance(part, dict):
         return part
     return part.get('text') if part.get('type', 'text') == 'text' else None
@@ -77,9 +79,9 @@ def call_of(message, n=-1):
 
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
-    takes. The form is objects, decoded from OpenAI's JSON text. It is JSON text for a template that
-    fails with objects or writes them as Python dicts. If the template fails with text, too, the
-    form is objects."""
+    takes. This form is usually objects, decoded from OpenAI's JSON text. If the template fails with
+    objects or writes objects as Python dicts, the form is JSON text. If the template fails with
+    JSON text, too, the form is objects."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -130,16 +132,18 @@ def encode_arguments(message):
 
 
 def render(tokenizer, chat, *, add_generation_prompt=False):
-    """Returns the text of a Chat by the chat template of an HFTokenizer, followed by the beginning
-    of the next answer if add_generation_prompt. Raises UserError as within_limits does."""
+    """Renders a Chat by the chat template of an HFTokenizer, and returns the text. With
+    add_generation_prompt, the beginning of the next answer follows. Raises UserError as
+    within_limits does."""
     return within_limits(
         tokenizer.hf.apply_chat_template, chat.messages, tools=chat.tools,
         tokenize=False, add_generation_prompt=add_generation_prompt, **chat.variables)
 
 
 def render_marked(tokenizer, chat):
-    """Renders a Chat. Returns (text, [(start, end)]): the spans, in characters, that the template
-    marks by {% generation %}, [] without marks. Raises UserError as within_limits does."""
+    """Renders a Chat. Returns (text; [(start, end)]). The pairs are the spans, in characters, that
+    the template marks by {% generation %}; without marks the list is empty. Raises UserError as
+    within_limits does."""
     from transformers.utils.chat_template_utils import render_jinja_template
     hf = tokenizer.hf
     texts, spans = within_limits(
@@ -164,8 +168,8 @@ def within_limits(function, *args, **options):
 
 
 class Watch(threading.Thread):
-    """Raises TimeoutError in a thread that computes for too long. It measures the CPU time of that
-    thread alone: the time in which the process is stopped, or in which other threads run, does not
+    """Raises TimeoutError in a thread that computes for too long. Only the CPU time of that thread
+    counts. The time in which the process is stopped, or in which other threads run, does not
     count."""
     INTERVAL = 0.1  # seconds between two looks
 
@@ -197,7 +201,7 @@ class Watch(threading.Thread):
             self.has_work.set()
 
     def end(self):
-        """Ends the limit of the calling thread. Returns whether its time was over."""
+        """Ends the limit of the calling thread. Returns whether the thread's time was over."""
         thread = threading.get_ident()
         with self.lock:
             del self.limits[thread]
@@ -222,8 +226,8 @@ watches = []  # the Watch of this process
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TimeoutError if the block computes for more than `seconds` in this thread. On Windows,
-    where threads have no clocks of their own, there is no limit."""
+    """Raises TimeoutError if the block of the `with` statement computes for more than `seconds` in
+    this thread. On Windows, where threads have no clocks of their own, there is no limit."""
     if not hasattr(time, 'pthread_getcpuclockid'):
         yield
         return
@@ -259,10 +263,10 @@ def encode_training_chat(tokenizer, chat, counted=None):
     """Returns a conversation as Encoded, by the chat template of an HFTokenizer.
 
     chat: a Chat. counted: the indices of the assistant's messages that count, None for all. If the
-    template marks parts by {% generation %}, their tokens count. Otherwise whole answers count,
-    from the end of the generation prompt to the special token that ends the answer. Some templates
-    write this token only at the beginning of the next message; then this function adds it to the
-    last answer.
+    template marks parts by {% generation %}, the tokens of these parts count. Otherwise whole
+    answers count, from the end of the generation prompt to the special token that ends the answer.
+    Some templates write this token only at the beginning of the next message. For such a template,
+    the function adds the token to the last answer.
 
     Raises UserError if the template refuses the messages, writes an answer anywhere but behind the
     generation prompt, or writes another message into an answer."""
@@ -310,9 +314,10 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
 
 def bytes_of_spans(text, starts, ends):
-    """Returns the number of UTF-8 bytes of each of n spans of a text, int64 [n]. starts, ends: of
-    the spans, int64 [n], in characters and in order. Spans can share a character, because a token
-    can be a part of a character's bytes. All bytes of this character count for the first span."""
+    """Returns the number of UTF-8 bytes of each of n spans of a text, int64 [n]. starts, ends:
+    where the spans start and end, int64 [n], in characters and in order. Spans can share a
+    character, because a token can be a part of a character's bytes. All bytes of this character
+    count for the first span."""
     codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
     sizes = 1 + sum((codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
     reached = np.concatenate([[0], np.cumsum(sizes)])  # bytes before each character
@@ -321,8 +326,9 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns `spans`, of render_marked, without those of some answers. left_out: the indices of
-    these messages. Raises UserError if the template does not mark one apart from the others."""
+    """Returns `spans`, as render_marked returns them, without the spans of some answers. left_out:
+    the indices of these answers among the messages. Raises UserError if the template does not mark
+    such an answer apart from the other answers."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -352,11 +358,11 @@ class Answer(NamedTuple):
 
 
 def find_answer(tokenizer, chat, i, text):
-    """Returns where message i of a Chat, an answer, is in `text`, the rendering of the Chat: an
-    Answer.
+    """Returns an Answer: where message i of a Chat, which is an answer, is in `text`, the rendering
+    of the Chat.
 
     Renders the Chat with a mark in place of the answer, to see the text that the template writes
-    around it, even if the template rewrites earlier turns. Raises UserError if the template
+    around the answer, even if the template rewrites earlier turns. Raises UserError if the template
     does not write the answer behind the text that asks for it."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
@@ -410,8 +416,8 @@ def ends_alike(request, before, question):
     contains the content of the message `question`. Returns False if the message has no text.
 
     request: the text that asks for the answer. before: the text before the answer in the whole
-    conversation. The beginnings of these two may differ: some templates write a system message only
-    into a user's last turn."""
+    conversation. `request` and `before` may begin differently, because some templates write a
+    system message only into a user's last turn."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -442,9 +448,9 @@ def find_places(tokenizer, chat, text):
 
 
 def check_spans(tokenizer, chat, text, spans, chosen):
-    """Raises UserError if a span that counts holds the text of a message that does not count,
-    because the template writes it into an answer. chosen: the indices of the messages that
-    count."""
+    """Raises UserError if a span that counts holds the text of a message that does not count. This
+    happens if the template writes that message into an answer. chosen: the indices of the messages
+    that count."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
     # finding their places is slow: only if a span has their words
     words = [chat.messages[i].get('content') for i in others]
@@ -469,10 +475,10 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns warnings about a conversation, a list of sentences. There is one for each kind of
-    content that the template leaves out, because the model would be trained without it. One more
-    is added if `ids`, the tokens of the conversation, do not begin with the prompt of the last
-    counted answer.
+    """Returns warnings about a conversation, a list of sentences. There is one warning for each
+    kind of content that the template leaves out, because the model would be trained without this
+    content. One more warning is added if `ids`, the tokens of the conversation, do not begin with
+    the prompt of the last counted answer.
 
     counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
@@ -516,8 +522,8 @@ def parts_of(message):
 def left_out_parts(tokenizer, chat, parts):
     """Returns the Parts of a Chat that its template leaves out.
 
-    The Chat is rendered once with a different mark in each part. For each mark that is missing, it
-    is rendered again with that mark alone, because other marks may mislead a template."""
+    The Chat is rendered once with a different mark in each part. For each mark that is missing, the
+    Chat is rendered again with that mark alone, because other marks may mislead a template."""
     if not parts:
         return []
     messages = [dict(message) for message in chat.messages]
@@ -535,8 +541,9 @@ def left_out_parts(tokenizer, chat, parts):
 
 
 def mark_answer(message):
-    """Returns the message with MARK in place of its text. If it has tool calls, MARK replaces the
-    name of the last one instead, because many templates write no text beside a call."""
+    """Returns the message with MARK in place of its text. If the message has tool calls, MARK
+    replaces the name of the last call instead, because many templates write no text beside a
+    call."""
     if not message.get('tool_calls'):
         return {**message, 'content': MARK}
     *calls, last = message['tool_calls']
@@ -547,12 +554,13 @@ def mark_answer(message):
 
 
 def find_end(answer, text, specials, stop_tokens):
-    """Returns (start, end) of the part of an Answer that counts in training, in `text`, the text of
+    """Returns (start; end) of the part of an Answer that counts in training, in `text`, the text of
     all messages.
 
     specials: the Specials of the text. An answer ends with the first special token behind its text,
-    or with a stop token right behind that one (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
-    An answer with tool calls may have other special tokens around the calls."""
+    or with a stop token right behind that special token (Command R's
+    <|END_RESPONSE|><|END_OF_TURN_TOKEN|>). An answer with tool calls may have other special tokens
+    around the calls."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
@@ -581,8 +589,9 @@ def find_end(answer, text, specials, stop_tokens):
 
 
 def find_next_end(tokenizer, chat, behind):
-    """Returns the ids that end the last answer of a Chat if the template writes them only at the
-    beginning of the next message: a model generates them before it stops. [] if there are none.
+    """Returns the ids that end the last answer of a Chat, for a template that writes these ids only
+    at the beginning of the next message. A model generates them before it stops. Returns [] if
+    there are no such ids.
 
     behind: the text that the template writes behind the answer if no message follows."""
     # render the conversation with a message that follows
@@ -606,7 +615,7 @@ def find_next_end(tokenizer, chat, behind):
 
 def final_answer(text):
     """Returns the part of an answer that belongs to the conversation. gpt-oss first writes
-    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with that. (The
+    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with this part. (The
     other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:
         return text

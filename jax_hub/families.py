@@ -1,8 +1,8 @@
 """Maps the config.json of the families of models on Hugging Face's hub to a GPTConfig.
 
 transformers reads the file, because it knows the defaults of missing keys, older keys, and layers
-with windows, and it gives RoPE's parameters in one form. The functions here map its config to the
-fields of GPTConfig, and refuse values that GPT does not compute.
+with windows, and gives RoPE's parameters in one form. The functions here map the config of
+transformers to the fields of GPTConfig, and refuse values that GPT does not compute.
 
 Reference: https://github.com/huggingface/transformers/tree/main/src/transformers/models,
 configuration_*.py"""
@@ -42,7 +42,7 @@ LAYER_TYPES = {
 
 def require(hf, **supported):
     """Raises UserError if a key of `hf`, a config of transformers, has another value than in
-    `supported`. A key that it lacks passes."""
+    `supported`. A key that `hf` lacks passes."""
     for key, value in supported.items():
         found = getattr(hf, key, value)
         if found != value:
@@ -68,8 +68,8 @@ def gpt2_config(hf):
 
 
 def llama_fields(hf, *, activation='silu', attention_bias=False):
-    """Returns the fields that all families except GPT-2 have in common, without RoPE's. activation,
-    attention_bias: the values that the config must have."""
+    """Returns the fields that all families except GPT-2 have in common, but not RoPE's fields.
+    activation, attention_bias: the values that the config must have."""
     name = 'hidden_activation' if hasattr(hf, 'hidden_activation') else 'hidden_act'
     require(hf, **{name: activation}, attention_bias=attention_bias, mlp_bias=False)
     return dict(
@@ -109,8 +109,8 @@ def mistral_config(hf):
 
 
 def window_of_all_layers(hf):
-    """Returns the fields window and layer_types if all layers have the same window, {} if none
-    has."""
+    """Returns the fields window and layer_types if all layers have the same window; {} if no layer
+    has a window."""
     if hf.sliding_window is None:
         return {}
     return {'window': hf.sliding_window, 'layer_types': ('window',)}
@@ -138,8 +138,8 @@ def qwen3_config(hf):
 
 
 def window_fields(hf):
-    """Returns the fields window and layer_types, {} if `hf` has no sliding_window. Raises UserError
-    if a layer has a window and its size is missing."""
+    """Returns the fields window and layer_types; {} if `hf` has no sliding_window. Raises UserError
+    if a layer has a window but the window's size is missing."""
     types = tuple(LAYER_TYPES[layer_type] for layer_type in hf.layer_types)
     if hf.sliding_window is not None:
         return {'window': hf.sliding_window, 'layer_types': types}
@@ -156,9 +156,9 @@ def smollm3_config(hf):
 
 
 def layers_with_rope(hf):
-    """Returns for each layer whether it has RoPE: no_rope_layers of config.json, in which 1 means,
-    despite its name, that a layer has RoPE. Raises UserError if its length is not
-    num_hidden_layers."""
+    """Returns for each layer whether it has RoPE: the list no_rope_layers of config.json. Despite
+    this name, 1 means that a layer has RoPE. Raises UserError if the list does not have
+    num_hidden_layers elements."""
     if len(hf.no_rope_layers) != hf.num_hidden_layers:
         raise UserError(f'no_rope_layers lists {len(hf.no_rope_layers)} of the '
                         f'{hf.num_hidden_layers} layers')
@@ -177,7 +177,7 @@ def olmo3_config(hf):
 
 
 def gemma_fields(hf):
-    """Returns the fields that Gemma 2 and 3 have in common, without RoPE's."""
+    """Returns the fields that Gemma 2 and 3 have in common, but not RoPE's fields."""
     if hf.use_bidirectional_attention:
         require(hf, use_bidirectional_attention=False)
     return llama_fields(hf, activation='gelu_pytorch_tanh') | window_fields(hf) | dict(
@@ -327,7 +327,7 @@ def rope_fields(hf, rope=None, width=None):
     (LongRoPE).
 
     rope: RoPE's parameters, by default hf.rope_parameters. width: the number of rotated channels,
-    of families that may rotate a part of a head; None for the others."""
+    for a family that may rotate only a part of a head; None for other families."""
     rope = hf.rope_parameters if rope is None else rope
     theta = rope['rope_theta']
     if type(theta) not in (int, float) or not 0 < theta < 1e300:
@@ -360,7 +360,8 @@ def rope_fields(hf, rope=None, width=None):
 
 def linear(rope, factor, length):
     """Returns {}: linear scaling divides positions by the factor, and needs no other values. The
-    arguments, here and below: RoPE's parameters, and RopeScaling's factor and original_length."""
+    parameters of this function and the next ones: RoPE's parameters, RopeScaling's factor, and its
+    original_length."""
     return {}
 
 
@@ -393,9 +394,9 @@ def yarn_mscale(factor, mscale=1.0):
 
 def longrope(rope, factor, length):
     """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE, for texts up to
-    the context length of pretraining. A model's block_size is limited to it: in longer texts
-    transformers rotates all positions by other factors, also those that a KV cache holds
-    already."""
+    the context length of pretraining. A model's block_size is limited to this length, because in
+    longer texts transformers rotates all positions by other factors, also the positions that a KV
+    cache holds already."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
@@ -406,8 +407,8 @@ SCALINGS = {'linear': linear, 'llama3': llama3, 'yarn': yarn, 'longrope': longro
 
 
 def ropes_by_layer_type(hf):
-    """Returns the fields of a model with one RoPE for layers with a window and another for the
-    others."""
+    """Returns the fields of a model with one RoPE for layers with a window, and another RoPE for
+    all other layers."""
     full, sliding = (hf.rope_parameters[f'{kind}_attention'] for kind in ('full', 'sliding'))
     if sliding['rope_type'] != 'default':
         raise UserError('only the rope_type "default" of sliding_attention is supported')
@@ -421,11 +422,12 @@ def ropes_by_layer_type(hf):
 # reading
 
 def read_config(values, source):
-    """Returns (GPTConfig, family) for the content of a config.json, as transformers reads it.
-    family: its model_type.
+    """Returns (GPTConfig; family) for the content of a config.json, as transformers reads it.
+    family: the model_type.
 
-    values: {key: value}, as of jax_hub.folders.read_config_json. source: its path, for messages.
-    Raises UserError if a value is missing, has a wrong type, or is not supported."""
+    values: the content, {key: value}, as jax_hub.folders.read_config_json returns it. source: the
+    path of the config.json, for messages. Raises UserError if a value is missing, has a wrong type,
+    or is not supported."""
     family = values.get('model_type')
     if family not in FAMILIES:
         raise UserError(f'{source}: model_type {family!r:.80} is not supported; supported: '
@@ -447,7 +449,8 @@ def read_config(values, source):
 
 
 def config_of_transformers(values, family):
-    """Returns the config of transformers' class for the language model of a config.json."""
+    """Returns the config of the language model in a config.json, an object of transformers'
+    class."""
     if 'text_config' in values:
         if family not in COMPOSITE:
             raise UserError(f'text_config is not supported for {family}')
@@ -464,7 +467,7 @@ def config_of_transformers(values, family):
 
 
 def make_config(fields, source):
-    """Returns GPTConfig(**fields); its UserErrors name the file that the fields come from."""
+    """Returns GPTConfig(**fields). UserErrors name `source`, the file that the fields come from."""
     try:
         return GPTConfig(**fields)
     except (UserError, TypeError) as error:

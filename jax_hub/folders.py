@@ -47,9 +47,9 @@ shown_warnings = set()  # lines; each is printed once in a process
 
 @contextlib.contextmanager
 def telling_warnings(folder):
-    """Prints each warning that transformers gives in the block as a line on stderr, once in a
-    process. Leaves out SETTLED_WARNINGS, and prints none if the block fails. The block reads
-    `folder`."""
+    """Prints each warning that transformers gives during the `with` block as a line on stderr, once
+    in a process. Leaves out SETTLED_WARNINGS, and prints none if the block fails. folder: the
+    folder that the block reads."""
     logger = logging.getLogger('transformers')
     handlers, level = logger.handlers, logger.level
     found = Collected()
@@ -82,8 +82,8 @@ class Collected(logging.Handler):
 def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
-    Only this function imports it, after jax has found its devices, because transformers imports
-    PyTorch if that is installed. Raises UserError if transformers is not installed."""
+    Only this function imports transformers, after jax has found its devices, because transformers
+    imports PyTorch if that is installed. Raises UserError if transformers is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers
@@ -153,8 +153,8 @@ def kept_config_json(out_dir):
 def keep_config_json(source, out_dir):
     """Copies a config.json to kept_config_json(out_dir).
 
-    source: the path of the config.json; None if the model has none, and then the config.json of an
-    earlier run is removed."""
+    source: the path of the config.json, or None if the model has none. With None, the config.json
+    of an earlier run is removed."""
     kept = kept_config_json(out_dir)
     if source:
         os.makedirs(os.path.dirname(kept), exist_ok=True)
@@ -165,9 +165,9 @@ def keep_config_json(source, out_dir):
 
 @contextlib.contextmanager
 def new_folder(folder):
-    """Yields the path of a temporary folder to fill. If the block does not fail, the folder is
-    renamed to `folder` at its end. Raises UserError if `folder` cannot be written, or exists and is
-    not empty."""
+    """Yields the path of a temporary folder to fill. If the `with` block succeeds, the temporary
+    folder is renamed to `folder` at the end of the block. Raises UserError if `folder` cannot be
+    written, or exists and is not empty."""
     folder = os.path.abspath(os.path.expanduser(folder))
     unfinished = f'{folder}.tmp-{os.getpid()}'
     try:
@@ -192,8 +192,8 @@ def new_folder(folder):
 # where a model is
 
 def local_path(path_or_name, files=HUB_FILES):
-    """Returns the local path of a model: the path itself, or for a name on the hub its folder in
-    the hub's cache. Downloads the model if it is not there.
+    """Returns the local path of a model: a path unchanged, or for a name on the hub the model's
+    folder in the hub's cache. Downloads the model if the cache lacks it.
 
     files: patterns of the files that are downloaded. Raises UserError if the model cannot be
     downloaded."""
@@ -226,7 +226,7 @@ def is_on_hub(name):
 
 
 def download(repo, files):
-    """Returns the folder of a model in the hub's cache. Downloads the model if it is not there.
+    """Returns the folder of a model in the hub's cache. Downloads the model if the cache lacks it.
 
     repo: the full name on the hub. files: patterns of the files that are wanted. With HUB_FILES, a
     model without safetensors also gets pytorch_model*.bin."""
@@ -255,8 +255,8 @@ def has_weights(folder):
 
 def weight_file(path):
     """Returns the file that holds or lists the weights of the folder `path`: the first of
-    WEIGHT_FILES and ckpt.pt that is there. A file is returned as it is. Raises UserError if there
-    is none, and for *.gguf."""
+    WEIGHT_FILES and ckpt.pt that is there. If `path` is a file, returns it unchanged. Raises
+    UserError if there is no such file, and for *.gguf."""
     if str(path).endswith('.gguf'):
         raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
                         'PyTorch is installed, see "GGUF and adapters" in docs/models.md')

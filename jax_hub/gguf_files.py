@@ -1,5 +1,5 @@
-"""Writes a model and its tokenizer as a GGUF file, llama.cpp's file of weights, settings and tokens
-in one. The package gguf has the names of tensors and of settings.
+"""Writes a model and its tokenizer as a GGUF file, llama.cpp's format: one file holds weights,
+settings and tokens. The package gguf has the names of tensors and of settings.
 
 Reference: https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py"""
 import contextlib
@@ -37,8 +37,8 @@ SPLITS = {
 
 
 def why_no_gguf(config, family):
-    """Returns the kind of model that write_gguf cannot write, for a message, such as 'a mixture of
-    experts with ...'; '' if it can write this model. family: the model_type."""
+    """Returns '' if write_gguf can write this model. Otherwise returns the kind of the model, for a
+    message, such as 'a mixture of experts with ...'. family: the model_type."""
     # a window that is as long as the longest text hides nothing
     kinds = {config.layer(i)[0] for i in range(config.n_layer)}
     has_idle_windows = kinds == {'window'} and config.window >= config.block_size
@@ -58,10 +58,10 @@ def why_no_gguf(config, family):
 def write_gguf(path, config, family, names_on_disk, make_tensor, dtype, tokenizer):
     """Writes a model and its tokenizer as a new GGUF file, which appears when it is complete.
 
-    config: the model's GPTConfig. family: its model_type. names_on_disk: Hugging Face's names of
-    its tensors. make_tensor(name): returns the tensor of that name, with its rows in the order of
-    GGUF. dtype: the type of matrices, one of GGUF_DTYPES; for the exceptions see tensor_type.
-    tokenizer: an HFTokenizer or a CharTokenizer.
+    config: the model's GPTConfig. family: the model's model_type. names_on_disk: Hugging Face's
+    names of the model's tensors. make_tensor: a function that returns the tensor of a name, with
+    its rows in the order of GGUF. dtype: the type of matrices, one of GGUF_DTYPES; for the
+    exceptions see tensor_type. tokenizer: an HFTokenizer or a CharTokenizer.
 
     Raises UserError for a model or tokenizer that llama.cpp does not have, and if the file
     exists."""
@@ -124,11 +124,11 @@ def add_settings(writer, config, family):
 
 
 def tensor_type(name, shape, dtype, types):
-    """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType). name: in
-    GGUF. dtype: one of GGUF_DTYPES.
+    """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType). name: the
+    tensor's name in GGUF. dtype: one of GGUF_DTYPES.
 
-    As in llama.cpp, q8_0 needs rows of a multiple of 32 elements; other rows are float16. Vectors,
-    learned positions and the router of experts stay float32."""
+    As in llama.cpp, q8_0 needs rows of a multiple of 32 elements; a matrix with other rows becomes
+    float16. Vectors, learned positions and the router of experts stay float32."""
     is_vector = len(shape) < 2
     is_kept = name == 'position_embd.weight' or name.endswith('.ffn_gate_inp.weight')
     if dtype == 'float32' or is_vector or is_kept:
@@ -141,7 +141,7 @@ def tensor_type(name, shape, dtype, types):
 
 def check_range(name, x, kind):
     """Raises UserError if a tensor has weights that are infinite in the GGUF type `kind`. q8_0 has
-    one scale in float16 for 32 weights: the largest of them, divided by 127."""
+    one scale in float16 for 32 weights: the largest of these weights, divided by 127."""
     limits = {'F16': 65504, 'Q8_0': 127 * 65504}
     if kind in limits and np.abs(x).max(initial=0) > limits[kind]:
         raise UserError(f'{name} has weights above {limits[kind]:,}, which are infinite in {kind}; '
@@ -151,10 +151,10 @@ def check_range(name, x, kind):
 def add_tokenizer(writer, types, tokenizer, vocab_size):
     """Adds the tokens, merges, end tokens and chat template of a tokenizer to a GGUFWriter.
 
-    A vocabulary of characters is written as a tokenizer of RWKV: of llama.cpp's tokenizers that
-    take the longest match, only this one needs no end token. types: gguf.TokenType. vocab_size: the
-    model's; [PAD...] tokens fill it up. Raises UserError for a tokenizer that llama.cpp does not
-    have."""
+    A vocabulary of characters is written as a tokenizer of RWKV, because llama.cpp has only this
+    tokenizer that takes the longest match and needs no end token. types: gguf.TokenType.
+    vocab_size: the model's; [PAD...] tokens fill the vocabulary up to this size. Raises UserError
+    for a tokenizer that llama.cpp does not have."""
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
                         f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')
@@ -185,15 +185,16 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
 
 
 def escape_char(c):
-    """Returns a character as a token of RWKV: \\x and two hex digits for each of its bytes if it is
-    a backslash or not printable."""
+    """Returns a character as a token of RWKV. A backslash or a character that is not printable
+    becomes \\x and two hex digits for each of its bytes. Any other character is unchanged."""
     if c.isprintable() and c != '\\':
         return c
     return ''.join(f'\\x{byte:02x}' for byte in c.encode())
 
 
 def read_tokens(description, tokenizer, types):
-    """Returns the texts and types of the tokens of an HFTokenizer, one of each for every id.
+    """Returns (texts; types) of the tokens of an HFTokenizer, two lists with one element for every
+    id.
 
     description: the object in its tokenizer.json. types: gguf.TokenType. Raises UserError for an
     added token with lstrip, rstrip or single_word, which llama.cpp does not support."""
@@ -216,7 +217,7 @@ def read_tokens(description, tokenizer, types):
 
 def add_ends(writer, tokenizer):
     """Adds the tokens that begin and end a text to a GGUFWriter. Returns the ids that begin each
-    text. Raises UserError if llama.cpp has no place for them."""
+    text. Raises UserError if llama.cpp has no place for these tokens."""
     ends = [] if tokenizer.end_token is None else [tokenizer.end_token]
     ends += [id for id in tokenizer.stop_tokens if id not in ends]
     if not 1 <= len(ends) <= 3:

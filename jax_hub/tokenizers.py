@@ -1,4 +1,4 @@
-"""Converts text to token ids and back. A dict in meta.json and in every checkpoint describes a
+"""Converts text to token ids and back. meta.json and every checkpoint have a dict that describes a
 tokenizer."""
 import functools
 import hashlib
@@ -63,8 +63,8 @@ class CharTokenizer:
         return ''.join(self.chars[i] for i in ids)
 
     def token_bytes(self):
-        """Returns the number of UTF-8 bytes of each token, 0 for special tokens; None if it is not
-        known."""
+        """Returns the number of UTF-8 bytes of each token, 0 for special tokens; None if these
+        numbers are not known."""
         return [len(c.encode()) for c in self.chars]
 
 
@@ -144,7 +144,7 @@ class HFTokenizer:
     def read_ends(self, configs, size):
         """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for the
         tokens that begin and end a text by their names first, then by the ids in `configs`. size:
-        of the model's embedding; start_token and end_token are below it."""
+        the number of rows of the model's embedding; start_token and end_token are below it."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -169,16 +169,16 @@ class HFTokenizer:
         self.special_ids |= added.keys() & {begin, end, *self.stop_tokens}
 
     def encode(self, text, begin=True):
-        """Returns the ids of a text. If begin, the tokens that the tokenizer puts before a text are
-        included. Those that it puts behind a text are left out, because more tokens are scored or
-        generated behind it."""
+        """Returns the ids of a text. If `begin`, the ids include the tokens that the tokenizer puts
+        before a text. The tokens that the tokenizer puts behind a text are always left out, because
+        more tokens are scored or generated there."""
         self.check_characters(text)
         ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
         return ids[:len(ids) - self.n_behind] if begin else ids
 
     def check_characters(self, text):
         """Raises UserError if the vocabulary consists of single characters and lacks a character of
-        the text, because the tokenizer would drop it silently."""
+        the text, because the tokenizer would drop this character silently."""
         if self.has_letters_only:
             check_characters(text, self.ids)
 
@@ -190,7 +190,7 @@ class HFTokenizer:
 
     def decode(self, ids):
         """Returns the text of ids, without special tokens. A model of gpt-oss writes special tokens
-        into its answers, so for it only stop tokens are left out."""
+        into its answers, so for such a model only stop tokens are left out."""
         if '<|channel|>' in self.ids:
             # gpt-oss separates its channels by special tokens: they stay, see final_answer
             ids = [id for id in ids if id not in self.stop_tokens]
@@ -216,8 +216,8 @@ class HFTokenizer:
 
     def render_chat(self, messages, *, add_generation_prompt, tools=None, variables=None):
         """Returns the text of the messages of a chat. add_generation_prompt: see chats.render.
-        tools, variables: see Chat. Raises UserError if there is no template, or if it fails or
-        refuses the messages."""
+        tools, variables: see Chat. Raises UserError if there is no template, or if the template
+        fails or refuses the messages."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
@@ -248,13 +248,14 @@ class HFTokenizer:
 # the tokenizer of a folder
 
 def read_folder(folder, is_copy=False):
-    """Returns (Tokenizer, special tokens, transformers' tokenizer) of a folder.
+    """Returns (Tokenizer; special tokens; transformers' tokenizer) of a folder.
 
-    The Tokenizer is of the library tokenizers, the special tokens are {'bos_token': text, ...}.
-    transformers' tokenizer is None if it is not needed: if tokenizer.json says all (is_as_filed)
-    and has all tokens that the settings name (adds_none; not checked for a copy). A folder with a
-    chat template always needs it. is_copy: whether copy_tokenizer has written the folder. Raises
-    UserError if the files cannot be read, and for a link out of the folder."""
+    The Tokenizer is of the library tokenizers. The special tokens are {'bos_token': text, ...}.
+    transformers' tokenizer is None if two things hold: tokenizer.json says all (is_as_filed), and
+    tokenizer.json has all tokens that the settings name (adds_none; not checked for a copy). A
+    folder with a chat template always needs transformers' tokenizer. is_copy: whether
+    copy_tokenizer has written the folder. Raises UserError if the files cannot be read, and for a
+    link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -305,9 +306,9 @@ def is_own_copy(settings):
 
 def is_as_filed(folder, settings):
     """Returns whether tokenizer.json and `settings`, the content of tokenizer_config.json, describe
-    the tokenizer of a folder completely: the class is AS_FILED, which changes nothing; there is no
-    chat template, no added token and no auto_map; and no other file can add to it, as a config.json
-    does."""
+    the tokenizer of a folder completely. Three things must hold: the class is AS_FILED, which
+    changes nothing; `settings` have no chat template, no added token and no auto_map; the folder
+    has no other file that can add something to the tokenizer, such as config.json."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}
@@ -327,7 +328,7 @@ def adds_none(settings, tokenizer):
 def complete(tokenizer, hf):
     """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added
     tokens, their flags, and the tokens around a text. If the class of transformers has another
-    normalizer, split, model or decoder than the file, the file's is used."""
+    normalizer, split, model or decoder than the file, the one in the file is kept."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
@@ -347,9 +348,9 @@ MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
 
 
 def mend_mistral_split(tokenizer, folder, settings):
-    """Replaces the wrong split of some Mistral tokenizers by the published one, as transformers'
-    fix_mistral_regex does, and says so. tokenizer_config.json can forbid it by "fix_mistral_regex":
-    false.
+    """Replaces the wrong split of some Mistral tokenizers by the published split, as transformers'
+    fix_mistral_regex does, and prints a line about it. "fix_mistral_regex": false in
+    tokenizer_config.json forbids the replacement.
 
     In Llama 3's tokenizer the same split is right, even if the model has Mistral's architecture."""
     config = read_config_json(folder)
@@ -402,8 +403,8 @@ def decoder_kinds(tokenizer):
 
 
 def limit_vocabulary(tokenizer, size):
-    """Sets vocab_size to `size`, the size of the model's embedding, if only special tokens are past
-    it. Gemma 3's text models have such a token, for images."""
+    """Lowers vocab_size to `size`, the number of rows of the model's embedding, if all tokens past
+    `size` are special tokens. Gemma 3's text models have such a token, for images."""
     if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
         tokenizer.vocab_size = min(tokenizer.vocab_size, size)
 
@@ -418,9 +419,9 @@ def strip_partial_utf8(text):
 # descriptions
 
 def load_tokenizer(description):
-    """Returns the tokenizer, an object like CharTokenizer, of a description {'kind': 'char',
+    """Returns the tokenizer, an object like CharTokenizer, of a description: {'kind': 'char',
     'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path': ...}. Raises UserError for any
-    other."""
+    other description."""
     match description:
         case {'kind': 'char', 'chars': str(chars)}:
             return CharTokenizer(chars)
@@ -434,8 +435,8 @@ def load_tokenizer(description):
 
 def load_token_bytes(description, vocab_size):
     """Returns the token_bytes of a tokenizer as an int array [vocab_size], 0 for ids without a
-    token; None if they are not known or the tokenizer cannot be loaded. description: see
-    load_tokenizer."""
+    token. Returns None if the bytes are not known or the tokenizer cannot be loaded. description:
+    see load_tokenizer."""
     try:
         n_bytes = load_tokenizer(description).token_bytes()
     except UserError:
@@ -446,8 +447,9 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """Returns the description of the tokenizer of a pretrained model: the one in its folder, or
-    GPT-2's if there is none and the vocabulary has GPT-2's size. Returns None if it is unknown."""
+    """Returns the description of the tokenizer of a pretrained model. This is the tokenizer in the
+    model's folder; or GPT-2's, if the folder has none and the vocabulary has GPT-2's size. Returns
+    None if the tokenizer is unknown."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if any(os.path.exists(os.path.join(folder, name)) for name in VOCABULARIES):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
@@ -455,9 +457,10 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Returns the description. If it has a path, which is relative to `folder`, makes the path
-    relative to the current folder, and adds "is_copy" (see HFTokenizer): true if the path was
-    'tokenizer', as in a run or a data set."""
+    """Returns the description of a tokenizer with a path that can be opened. A path in
+    `description` is relative to `folder`. In the result, the path is joined to `folder`, and
+    "is_copy" is added (see HFTokenizer), which is true if the path was 'tokenizer', as in a run or
+    a data set."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
@@ -465,8 +468,8 @@ def locate_tokenizer(description, folder):
 
 
 def same_tokens(a, b):
-    """Returns whether two tokenizers have the same tokens and split a text into the same ones. a,
-    b: their descriptions."""
+    """Returns whether two tokenizers have the same tokens and split a text into the same tokens. a,
+    b: the descriptions of the tokenizers."""
     kinds = {a['kind'], b['kind']}
     if kinds == {'folder'}:
         return digest_of(a) == digest_of(b)
@@ -481,8 +484,8 @@ def same_tokens(a, b):
 
 
 def digest_of(description):
-    """Returns the tokens_digest of a tokenizer of the kind 'folder': the one that prepare.py wrote
-    into its description, or else that of the folder now."""
+    """Returns the tokens_digest of a tokenizer of the kind 'folder'. This is the digest that
+    prepare.py wrote into the description, or else the digest of the folder as it is now."""
     return description.get('digest') or tokens_digest(load_tokenizer(description).tokenizer)
 
 
@@ -525,11 +528,11 @@ def digest(content):
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
-    set. data, model: the descriptions of their tokenizers; the model's may be None (unknown).
-    dataset, model_name: names for the message. vocab_size: the model's.
+    set. data, model: the descriptions of the tokenizers of the data set and of the model; `model`
+    may be None (unknown). dataset, model_name: names for the message. vocab_size: the model's.
 
-    Raises UserError unless the ids of both mean the same tokens. If the model's tokenizer is
-    unknown, the data set's must have vocab_size characters instead."""
+    Raises UserError if the ids of the data set and of the model mean different tokens. If the
+    model's tokenizer is unknown, the data set's tokenizer must consist of vocab_size characters."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
@@ -610,8 +613,8 @@ def write_template(folder, template):
 
 
 def copy_tokenizer(description, folder):
-    """Writes the files of a tokenizer of the kind 'folder' to `folder`: tokenizer.json with all
-    tokens, also those that other files and classes add, and generation_config.json with all end
+    """Writes the files of a tokenizer of the kind 'folder' to `folder`. tokenizer.json gets all
+    tokens, also the tokens that other files and classes add. generation_config.json gets all end
     tokens."""
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):

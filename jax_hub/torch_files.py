@@ -1,7 +1,7 @@
 """Reads files of torch.save (torch 1.6 and newer) without torch, and without running their code.
 
-Such a file is a zip archive of a pickle and of the bytes of its storages, the memory behind
-tensors.
+Such a file is a zip archive. It holds a pickle, and the bytes of the storages, which are the memory
+behind tensors.
 """
 import collections
 import io
@@ -60,8 +60,8 @@ class Storage(NamedTuple):
 
 def rebuild_tensor(storage, offset, size, stride, *unused):
     """Takes the place of torch._utils._rebuild_tensor_v2: returns an array that views `storage`, a
-    Storage. offset, stride: in elements. Raises UserError for a tensor that reaches beyond its
-    storage."""
+    Storage. offset, stride: counted in elements. Raises UserError for a tensor that reaches beyond
+    its storage."""
     width = storage.dtype.itemsize
     n_elements = len(storage.data) // width
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
@@ -102,7 +102,7 @@ class TorchUnpickler(pickle.Unpickler):
 
     def find_class(self, module, name):
         """Returns the object in ALLOWED for a name in a pickle. Raises UserError for any other
-        name, because the pickle could run it."""
+        name, because the pickle could call the object of that name."""
         if (module, name) not in self.ALLOWED:
             raise UserError(f'it asks to run {module}.{name}, which tensors do not need and which '
                             'was not run; save the checkpoint again without it')

@@ -21,10 +21,11 @@ FLOATS = ('float32', 'bfloat16', 'float16', 'float64')  # names of dtypes
 # checks of tensors
 
 def check_tensors(tensors, shapes, source):
-    """Raises UserError unless `tensors` has exactly the names of `shapes`, with these shapes, in
-    floating point of 16 bits or more, or in E5M2.
+    """Checks that `tensors` has exactly the names of `shapes`, with these shapes, in floating point
+    of 16 bits or more, or in E5M2. Raises UserError otherwise.
 
-    tensors: {name: array}. shapes: {name: shape}. source: the name of their file, for messages."""
+    tensors: {name: array}. shapes: {name: shape}. source: the name of the tensors' file, for
+    messages."""
     refuse_mlx(tensors, source)
 
     # The same names on both sides.
@@ -77,7 +78,7 @@ def common_dtype(arrays):
 
 
 def require_keys(keys, values, source, what):
-    """Raises UserError unless `values` is a dict with all `keys`.
+    """Checks that `values` is a dict with all `keys`. Raises UserError otherwise.
 
     source: the file that the values are from. what: the kind of file that it should be."""
     if isinstance(values, dict):
@@ -92,7 +93,7 @@ def require_keys(keys, values, source, what):
 # a model on disk
 
 def open_model(path_or_name):
-    """Returns (config, family, {name: array}, file of the weights) of a model for load_pretrained.
+    """Returns (config; family; {name: array}; file of the weights) of a model for load_pretrained.
     family: the model_type of its config.json, or 'nanogpt'. The arrays of safetensors are
     memory-mapped, and quantized arrays dequantize when they are indexed."""
     file = weight_file(local_path(path_or_name))
@@ -107,7 +108,7 @@ def open_model(path_or_name):
 
 
 def read_nanogpt(path):
-    """Returns (config, {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
+    """Returns (config; {name: array}) of a ckpt.pt that nanoGPT's train.py wrote."""
     checkpoint = read_torch_checkpoint(path)
     require_keys(['model', 'model_args'], checkpoint, path, 'a checkpoint of nanoGPT')
     args = checkpoint['model_args']
@@ -149,8 +150,8 @@ SAFETENSORS_DTYPES = {
 def read_safetensors(path):
     """Returns {name: array} of a safetensors file, memory-mapped.
 
-    The library checks the file, but its numpy reader knows neither bfloat16 nor float8. Raises
-    UserError for a file that is damaged, and for a type that is not known."""
+    The library safetensors only checks the file, because its numpy reader knows neither bfloat16
+    nor float8. Raises UserError for a file that is damaged, and for a type that is not known."""
     try:
         # The library checks that the header fits the file, and that no tensors overlap.
         with safetensors.safe_open(path, 'numpy'):
@@ -221,8 +222,8 @@ def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
 
 
 def write_safetensors(path, shapes, make_tensor, dtype):
-    """Writes a safetensors file of the tensors make_tensor(name), each made when it is written:
-    memory holds one at a time.
+    """Writes a safetensors file of the tensors make_tensor(name). Each tensor is made when it is
+    written, so that memory holds one tensor at a time.
 
     shapes: {name: shape}. dtype: the name of their type."""
     # The header says where each tensor begins and ends.
@@ -255,8 +256,8 @@ def write_safetensors(path, shapes, make_tensor, dtype):
 # quantized tensors
 
 class MXFP4(NamedTuple):
-    """Holds experts [E, in, out] as gpt-oss packs them, in 4 bits per number: 32 numbers along `in`
-    share an exponent. Indexing an MXFP4 with [e, ...] dequantizes expert e to float32 [in, out]."""
+    """Experts [E, in, out] as gpt-oss packs them, in 4 bits per number: 32 numbers along `in` share
+    an exponent. Indexing an MXFP4 with [e, ...] dequantizes expert e to float32 [in, out]."""
     blocks: np.ndarray  # uint8 [E, out, in / 32, 16]; the low half of each byte comes first
     scales: np.ndarray  # uint8 [E, out, in / 32]
 
@@ -278,8 +279,8 @@ class MXFP4(NamedTuple):
 
 
 class ScaledBlocks(NamedTuple):
-    """A matrix in DeepSeek's float8: weight [out, in] times one scale per block. It dequantizes
-    when it is indexed."""
+    """A matrix in DeepSeek's float8: weight [out, in] times one scale per block. Indexing a
+    ScaledBlocks dequantizes the matrix."""
     weight: np.ndarray
     scale: np.ndarray  # float32 [ceil(out / rows), ceil(in / columns)]
     block: tuple  # (rows, columns)
@@ -301,8 +302,8 @@ def read_block(config, source):
     """Returns [rows, columns] of a block of numbers that share a scale, [128, 128] if the config
     does not say.
 
-    config: the content of a config.json, source: its path. Raises UserError unless these are two
-    whole numbers above 0."""
+    config: the content of a config.json. source: the path of the config.json. Raises UserError if
+    the config has something else than two whole numbers above 0."""
     block = (config.get('quantization_config') or {}).get('weight_block_size') or [128, 128]
     are_sizes = isinstance(block, list) and len(block) == 2 and all(
         type(size) is int and size > 0 for size in block)

@@ -77,9 +77,9 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
     chunk: positions are divided into chunks of this many, and a query sees only its own chunk; 0 is
     one chunk for all.
 
-    All attention follows this rule, but not all code calls this function. It makes the masks that
-    are arrays: attention_mask in jax_transformer.py calls it with the positions in a KV cache,
-    attend_block with the indices of queries and keys. The kernels of cuDNN and TPUs
+    All attention follows this rule, but not all code calls this function. The function makes the
+    masks that are arrays: attention_mask in jax_transformer.py calls it with the positions in a KV
+    cache; attend_block calls it with the indices of queries and keys. The kernels of cuDNN and TPUs
     (cudnn_attention, splash_kernel) get window and chunk as options, and mask by themselves."""
     mask = key_position <= position
     if window:
@@ -173,8 +173,8 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
 
     Keys and values are all-gathered. The queries are exchanged so that every device has the same
     work: each of the C parts of the sequence is divided into C pieces, and device i computes the
-    i-th piece of every part. A piece attends to the parts up to its own. That is (C + 1) / 2C of
-    all scores, where causal attention needs 1/2."""
+    i-th piece of every part. A piece attends to the parts up to its own. All pieces together
+    compute (C + 1) / 2C of all scores, where causal attention needs 1/2."""
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context
@@ -240,8 +240,8 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
                      start_BxT=None, key_start_BxS=None):
     """Computes fused_causal_attention by splash attention, a kernel for TPUs that JAX ships.
 
-    kernel: a splash_kernel; if not given, that of whole sequences on one device.
-    key_start_BxS: the starts of the keys' conversations, if keys and queries differ."""
+    kernel: a splash_kernel; by default the kernel for whole sequences on one device. key_start_BxS:
+    the starts of the keys' conversations, if the keys have other positions than the queries."""
     T, H, K = q_BxTxHxK.shape[1:]
     attend = kernel or splash_kernel(T, H, scores)
 
@@ -264,10 +264,10 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
 def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
     """Returns the splash attention kernel for H heads of T positions. n_context devices share the
-    queries as in context_attention. interpret: whether it runs without a TPU, slowly.
+    queries as in context_attention. interpret: whether the kernel runs without a TPU, slowly.
 
-    Blocks have 512 positions, as in MaxText, if 512 divides the number of a device's queries; else
-    128."""
+    The kernel's blocks have 512 positions, as in MaxText, if 512 divides the number of a device's
+    queries; else 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
     mask = masks.CausalMask((T, T))
@@ -296,8 +296,8 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
 
 class Sequence(NamedTuple):
     """Queries, keys and values of one sequence, with the axis of heads first. If all arrays have
-    one more axis in front, they are those of all sequences. The Q = H / G query heads
-    of a group are folded into the time axis, as in dot_product_attention."""
+    one more axis in front, the tuple holds all sequences. The Q = H / G query heads of a group are
+    folded into the time axis, as in dot_product_attention."""
     q_GxTQxK: jax.Array
     k_GxSxK: jax.Array
     v_GxSxK: jax.Array
@@ -343,14 +343,14 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
     """Computes fused_causal_attention in blocks of queries, on any backend. Values may have another
     width than keys.
 
-    A block of queries is computed at a time, against the keys that it may attend to. On a CPU a
-    block has 128 queries of one sequence, so that the probabilities stay in its L2 cache, elsewhere
-    512 queries of all sequences. Probabilities are never stored, but recomputed in the backward
-    pass (docs/lab_log.md#chunked-attention). The function is under jit so that all layers with the
-    same `scores` share one trace.
+    A block of queries is computed at a time, against the keys that it may attend to. On a CPU, a
+    block has 128 queries of one sequence, so that the probabilities stay in the L2 cache.
+    Elsewhere, a block has 512 queries of all sequences. Probabilities are never stored, but
+    recomputed in the backward pass (docs/lab_log.md#chunked-attention). The function is under jit
+    so that all layers with the same `scores` share one trace.
 
-    piece: a Piece, if the T queries and S keys are only a part of each sequence; both are
-    consecutive."""
+    piece: a Piece, if the T queries and S keys are only a part of each sequence. The T positions
+    are then consecutive, and so are the S positions."""
     T, H = q_BxTxHxK.shape[1:3]
     G = k_BxSxGxK.shape[2]
     common = Common(scores, H // G, piece.n_positions if piece else T, sinks_H, dropout)
@@ -371,9 +371,9 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
 
 def attend_sequence(common, sequence, n, in_loop):
-    """Computes chunked_attention of one Sequence -> [G, T Q, K], n queries at a time; for a long
-    sequence, a multiple of n. in_loop: whether the call is in the body of a loop, where XLA cannot
-    merge a block's recomputation with its forward pass."""
+    """Computes chunked_attention of one Sequence -> [G, T Q, K]. A block has n queries, or for a
+    long sequence a multiple of n. in_loop: whether the call is in the body of a loop, where XLA
+    cannot merge a block's recomputation with its forward pass."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # fewer than 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
@@ -484,10 +484,11 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     """Computes dot_product_attention of jax_transformer.py for a piece of a long prompt, without
     dropout and gradients.
 
-    It takes 256 queries at a time (all, if 256 does not divide T), and blocks of n = 256 keys with
-    a running softmax (arXiv:2205.14135). So scores take [B, G, TQ, n], not [B, G, TQ, S], and
-    blocks that the mask rules out are skipped. For a cache of more than 2,048 slots n is 512,
-    because larger matmuls are faster: 0.95 of the time for 4,096 tokens of SmolLM2."""
+    Takes 256 queries at a time (all queries, if 256 does not divide T), and for them one block of n
+    = 256 keys after the other, with a running softmax (arXiv:2205.14135). So scores take [B, G, TQ,
+    n], not [B, G, TQ, S], and blocks that the mask rules out are skipped. For a cache of more than
+    2,048 slots n is 512, because larger matmuls are faster: 0.95 of the time for 4,096 tokens of
+    SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
 
     def attend(queries):
@@ -548,8 +549,8 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
 
 def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
-    """Returns the running softmax with a block's scores and values added. It is a triple: the
-    largest score, the sum of exp(score - max), the sum of the values with these weights. The
+    """Returns the running softmax with a block's scores and values added. A running softmax is (the
+    largest score; the sum of exp(score - max); the sum of the values with these weights). The
     earlier sums are scaled to the new maximum."""
     old_max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = softmax
     max_BxGxTQx1 = jnp.maximum(old_max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))

@@ -1,8 +1,8 @@
 """Loops shaped for XLA:CPU, some of which use private names of JAX.
 
-No other platform runs them: every caller chooses by jax.lax.platform_dependent between them and the
-plain form. Without this file CPUs would compute the same results, but slower; docs/performance.md
-has the factor for each."""
+No other platform runs these loops, because every caller chooses by jax.lax.platform_dependent
+between a loop and the plain form. Without this file CPUs would compute the same results, but
+slower; docs/performance.md has the factor for each loop."""
 import functools
 
 import jax
@@ -19,8 +19,8 @@ INT_LANES = 32
 
 
 def as_row_major(x):
-    """Returns x. On a CPU, asks XLA to store it row-major at this point; not on a mesh, where XLA
-    could not partition that."""
+    """Returns x. On a CPU without a mesh, asks XLA to store x row-major at this point. On a mesh,
+    XLA could not partition that."""
     try:
         from jax.experimental.layout import Layout, with_layout_constraint
     except ImportError:  # without it, this is only slower
@@ -48,8 +48,8 @@ def transpose_materialized(x):
 
 
 def two_rows(multiply, x, y):
-    """Computes multiply(x, y). If x [..., 1, K] has one row, passes this row twice, and returns the
-    first row of the result.
+    """Computes multiply(x, y). If x [..., 1, K] has one row, calls multiply with this row twice,
+    and returns the first row of the result.
 
     For a matmul of one row XLA:CPU would convert a bfloat16 matrix to float32, and keep such copies
     of all weights during the decode loop."""
@@ -66,8 +66,8 @@ def nt(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
-    """Computes x @ w.T as (w @ x.T).T. XLA:CPU repacks the right operand, which is then the small x
-    (docs/lab_log.md#weights-on-the-left)."""
+    """Computes x @ w.T as (w @ x.T).T. XLA:CPU repacks the right operand of a matmul. In this form
+    that is x, which is small (docs/lab_log.md#weights-on-the-left)."""
     # five rows take longer than eight
     R = len(x_RxI)
     n_padding = -R % 4 if R > 1 else 0
@@ -82,8 +82,8 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 def fusion_barrier(condition, f, otherwise, *args):
     """Computes f(*args) if the condition holds, else returns an array filled with `otherwise`.
-    XLA:CPU moves nothing across a condition. Without it, XLA:CPU would compute the input again for
-    each row of the weights, or convert the weights ahead of the decode loop."""
+    XLA:CPU moves nothing across a condition. Without the condition, XLA:CPU would compute the input
+    again for each row of the weights, or convert the weights ahead of the decode loop."""
     y = jax.eval_shape(f, *args)
 
     def constant(*args):
@@ -93,8 +93,9 @@ def fusion_barrier(condition, f, otherwise, *args):
 
 
 def lane_terms(n, lanes, least, most):
-    """Returns the largest t from `least` to `most` such that lanes * t divides n, or None. A row of
-    n elements is then split into blocks, each summed as `lanes` sums of t terms side by side."""
+    """Returns the largest t from `least` to `most` such that lanes * t divides n; None if there is
+    no such t. A row of n elements is then split into blocks of lanes * t elements. Each block is
+    summed as `lanes` sums of t terms side by side."""
     for terms in range(most, least - 1, -1):
         if n % (lanes * terms) == 0:
             return terms
@@ -161,9 +162,9 @@ def add_up(products):
 def chosen_rows(w_ExOxI, matrix_R, shape):
     """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]; shape replaces the axis of I elements.
 
-    It gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result. A
-    slice w[e] would be copied, or the loop that reads it would not be vectorized: LLVM then loads e
-    again for each element (docs/lab_log.md#experts-in-decoding)."""
+    Gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result. A
+    slice w[e] would be copied; or the loop that reads it would not be vectorized, because LLVM then
+    loads e again for each element (docs/lab_log.md#experts-in-decoding)."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
@@ -215,9 +216,9 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
 # (as_uint8) if cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """Computes multiply(x, w) -> [R, O]; on a mesh, each tensor rank multiplies by its shard of w,
-    if `tp` (as in linear()) says how w is sharded. XLA's partitioner would gather w, because
-    nt_int16_row splits the rows of w."""
+    """Computes multiply(x, w) -> [R, O]. On a mesh, each tensor rank multiplies by its shard of w,
+    if `tp` (as in linear()) says how w is sharded. Otherwise XLA's partitioner would gather w,
+    because nt_int16_row splits the rows of w."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0
@@ -275,9 +276,9 @@ def int16_sums(x, w):
     """Computes (x * w).sum(-1) in int32, for int16 x [..., 1, I] and (u)int8 w [..., O, I]. As in
     nt_bfloat16_row, it computes INT_LANES sums side by side, of two rows of w at a time.
 
-    A Python loop adds the int16_lane_terms(I) products of each sum. If a reduction did so, only
-    jaxlib 0.10 would compile it and the final reduction over all sums to one loop; jax 0.12 makes
-    two (docs/lab_log.md#int8-matmuls)."""
+    A Python loop adds the int16_lane_terms(I) products of each sum. If a reduction added these
+    products, jaxlib 0.10 would compile this reduction and the final reduction over all sums to one
+    loop, but jax 0.12 would make two loops (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
     terms = int16_lane_terms(I)
     w = w.reshape(*w.shape[:-1], -1, terms, INT_LANES)
@@ -313,8 +314,9 @@ def nt_uint8():
     """Returns a JAX primitive that computes x @ w.T -> int32 of uint8 x and int8 w. nt_weights_left
     passes the weights as x.
 
-    It is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as long. It
-    is a primitive of its own, because JAX's lowering converts operands of two dtypes to int32."""
+    The primitive is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as
+    long. A primitive of its own is needed, because JAX's lowering converts operands of two dtypes
+    to int32."""
     from jax.extend.core import Primitive
     from jax.extend.mlir import ir
     from jax.extend.mlir.dialects import stablehlo
@@ -337,8 +339,8 @@ def nt_uint8():
 
 @functools.cache
 def cpu_multiplies_uint8():
-    """Returns whether nt_uint8 compiles: XLA may not support it on this CPU, and a later JAX may
-    lack the private names that it uses."""
+    """Returns whether nt_uint8 compiles. XLA may not support it on this CPU, and a later JAX may
+    lack the private names that nt_uint8 uses."""
     shapes = (jax.ShapeDtypeStruct((64, 64), jnp.uint8), jax.ShapeDtypeStruct((2, 64), jnp.int8))
     try:
         # on a CPU, also where the default device is another one

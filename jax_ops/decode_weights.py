@@ -1,8 +1,9 @@
 """Weights in the forms that decoding reads: cast once, quantized, transposed, in the order of
 tensor ranks.
 
-A decode step reads every weight once for each token, so that their order in memory decides its
-speed. linear() in matmul.py takes each of these forms in place of an array [I, O]."""
+A decode step reads every weight once for each token, so that the order of the weights in memory
+decides the speed of the step. linear() in matmul.py takes each of these forms in place of an array
+[I, O]."""
 import functools
 
 import jax
@@ -18,10 +19,11 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
     """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
     'int8'.
 
-    On one GPU kernels become Transposed, except those of experts and routers. On one CPU device, if
-    `dtype` is float32 or bfloat16, all but those of routers do. Empties the dict `params`:
-    each entry is removed before its conversion, so that memory need not hold the model twice.
-    Raises UserError for an unknown `quantize`."""
+    On a single GPU, kernels in `dtype` become Transposed, except the kernels of experts and
+    routers. On a single CPU device, if `dtype` is float32 or bfloat16, kernels in `dtype` become
+    Transposed, except the kernels of routers. Empties the dict `params`: each entry is removed
+    before its conversion, so that memory need not hold the model twice. Raises UserError for an
+    unknown `quantize`."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):
@@ -68,8 +70,9 @@ def quantize_params(params, stored_as=jnp.int8):
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
-    """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output. Others are
-    unchanged: wpe, kv_b and the router are small, and routing is sensitive.
+    """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output. Other parameters
+    are unchanged. Among them are wpe, kv_b and the router, because they are small, and because
+    routing is sensitive.
 
     stored_as: the dtype of the values of the Int8, int8 or uint8."""
     kernel = as_kernel(p)
@@ -79,14 +82,15 @@ def quantize_param(path, p, stored_as=jnp.int8):
 
 
 def cast_matrices(params, dtype):
-    """Returns the parameters with matrices in `dtype`, the compute dtype, so that they are cast
-    once and not in every step."""
+    """Returns the parameters with matrices in `dtype`, the compute dtype, so that no step has to
+    cast the matrices again."""
     return map_kernels(lambda path, kernel: kernel.cast(dtype), params)
 
 
 def transpose_kernels(params, with_experts=False):
-    """Returns the parameters with every kernel [I, O] as Transposed, except the router's.
-    with_experts: whether kernels of experts [E, I, O] become Transposed, too."""
+    """Returns the parameters with every kernel [I, O] as Transposed, except the router's kernel.
+    with_experts: whether kernels of experts [E, I, O] become Transposed, too. An Int8 is
+    unchanged."""
     def transpose(path, kernel):
         is_matrix = path[-1] == 'kernel' and 'router' not in path
         if is_matrix and (with_experts or kernel.values.ndim == 2):

@@ -18,7 +18,7 @@ def dropout(module, x, call):
 
 
 def dropout_keys(module, call):
-    """Returns one dropout key per sequence, fold_in(key, seq_id_B[b]), or None if dropout is off.
+    """Returns one dropout key per sequence, fold_in(key, seq_id_B[b]); None if dropout is off.
     Masks do not depend on micro-batching or sharding, so 1 and 8 devices give the same loss
     curve."""
     if call is None or call.seq_id_B is None or module.config.dropout == 0:

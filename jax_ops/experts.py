@@ -85,13 +85,13 @@ def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, wei
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
     """Computes reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside
-    shard_map. mix computes the experts of its rank and ignores the others. A token is sent only to
-    the ranks of its experts, once to each.
+    shard_map. mix computes the experts of its rank and ignores the experts of other ranks. A token
+    is sent only to the ranks of its experts, once to each rank.
 
     Each round is an all-to-all of `capacity` rows for each of M ranks (unused rows have expert -1),
     then mix, then an all-to-all of the results. The largest number of rows from one rank to another
-    determines the number of rounds, so no token is dropped; with balanced routing one round is
-    enough. (ragged_all_to_all needs no capacity; XLA:CPU cannot run it.)"""
+    determines the number of rounds, so no token is dropped. With balanced routing one round is
+    enough. (ragged_all_to_all needs no capacity, but XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
 
@@ -141,7 +141,8 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_rounds(f, n, constants, args):
     """Computes sum(f(i, constants, args) for i in range(n)) for a traced n, which is usually 1.
-    Only the first call saves what its backward pass needs; the others are recomputed."""
+    Only the first call of f saves what its backward pass needs. The backward pass computes the
+    other calls again."""
     def add_round(i, y):
         return y + f(i, constants, args)
 
@@ -174,9 +175,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
     not in 0 .. E-1.
 
-    way: see choose_experts. On a CPU, a few rows (can_be_chosen), as in decoding, are computed one
-    by one, with weights as convert_params_for_decoding makes them. Otherwise rows are computed in
-    blocks of one expert each."""
+    way: see choose_experts. On a CPU, a few rows, as in decoding, are computed one by one, if the
+    weights have the form of convert_params_for_decoding (can_be_chosen). Otherwise rows are
+    computed in blocks, each of one expert's rows."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty
@@ -190,8 +191,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
 
 def experts_one_by_one(f, weights, x_RxD, expert_R):
-    """Computes grouped_experts so that each row reads the weights of its own expert, without a copy
-    of them or a loop around f: linear() takes a matrix for each row, see Chosen."""
+    """Computes grouped_experts so that each row reads the weights of its own expert. No copy of the
+    weights and no loop around f is needed, because linear() takes a matrix for each row, see
+    Chosen."""
     def choose(w):
         return as_kernel(w).choose(expert_R)
 
@@ -254,8 +256,8 @@ def block_sizes(way, R, E):
 
 def batched_apply(f, weights, x_nxbxD, expert_n):
     """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls. The weights of
-    each block are materialized, and again in the backward pass. Blocks with expert_n = E (unused)
-    take the weights of the last expert."""
+    each block are materialized, and again in the backward pass. An unused block (expert_n[i] = E)
+    takes the weights of the last expert."""
     def apply(weights, x_nxbxD):
         def take(w):
             return checkpoint_name(jnp.take(w, expert_n, axis=0, mode='clip'), 'of_blocks')

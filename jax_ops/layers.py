@@ -20,8 +20,8 @@ REMAT_POLICIES = {
 
 def scan_blocks(gpt, stream, call):
     """Computes `for block in gpt.h: stream, _ = block(stream, call)` as one compiled loop, and
-    returns the last stream. The parameters of all layers are stacked in every call; the state and
-    checkpoints keep h_0, h_1, ..."""
+    returns the last stream. Every call stacks the parameters of all layers. The state and
+    checkpoints keep the layers apart, as h_0, h_1, ..."""
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]
@@ -49,8 +49,8 @@ def scan_blocks(gpt, stream, call):
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
     """Computes f(*xs) -> [B, T], or a tree of such arrays, for `chunk` of the T positions at a
-    time, and again in the backward pass. So the intermediate values of f (logits) exist for one
-    chunk only.
+    time. The backward pass computes f again, so that the intermediate values of f (logits) exist
+    for one chunk only.
 
     chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
     B, T = xs_BxT[0].shape[:2]

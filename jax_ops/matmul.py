@@ -19,9 +19,9 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """Returns the parameter unchanged; on a mesh, all-gathered over fsdp. The gather moves it in
-    `dtype`, which reduces traffic. The result is cast back to the parameter's own dtype, so only
-    its values are rounded to `dtype`. Its gradient is summed in the parameter's dtype.
+    """Returns the parameter unchanged; on a mesh, all-gathered over fsdp. The gather moves the
+    parameter in `dtype`, which reduces traffic. The result is cast back to the parameter's own
+    dtype, with values that are rounded to `dtype`. The gradient is summed in the parameter's dtype.
 
     tp: the shardings of the parameter, (storage, compute)."""
     if not current_mesh():
@@ -55,9 +55,9 @@ def matmul_f32_acc(x, y, dtype=None):
 def weight_grad(x, g, dtype):
     """Computes x.T @ g in dtype, for x [..., R, I] and g [..., R, O].
 
-    Transposes the activation x; JAX's rule transposes g, slower on CPUs (docs/lab_log.md#matmul).
-    In bfloat16 a transpose is a copy. Therefore, if g and the result together are smaller than x,
-    computes (g.T @ x).T instead."""
+    Transposes the activation x, because transposing g, as JAX's rule does, is slower on CPUs
+    (docs/lab_log.md#matmul). In bfloat16 a transpose is a copy. Therefore, if g and the result
+    together are smaller than x, computes (g.T @ x).T instead."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         transposed = matmul_f32_acc(transpose_materialized(g), x, dtype)
@@ -70,10 +70,10 @@ def matmul(x, y, transpose_rhs=False, dtype=None, tp=()):
     """Computes x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32. The result
     is in dtype (default: x's).
 
-    x is [..., I] with a kernel y [I, O] of any dtype, or both have the same leading axes.
-    tp: COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh. The kernel is all-gathered over
-    fsdp, and again in the backward pass, because keeping it would materialize the full model
-    (ZeRO-3, arXiv:1910.02054)."""
+    Either y is a kernel [I, O] of any dtype and x is [..., I], or x and y have the same leading
+    axes. tp: COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh. The kernel is all-gathered
+    over fsdp, and again in the backward pass, because keeping the gathered kernels would
+    materialize the full model (ZeRO-3, arXiv:1910.02054)."""
     y = all_gather_param(y, x.dtype, tp).astype(x.dtype)
     if transpose_rhs:
         y = transpose_materialized(y)
@@ -123,8 +123,9 @@ def is_context_split():
 
 def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
     """Computes the gradient of matmul's kernel if T is sharded, as a sum over the two axes B and T.
-    Merged to one axis they would have no sharding unless B is 1, and every device would all-gather
-    x and g. g: the gradient of the result. dtype: the kernel's."""
+    If B and T were merged to one axis, this axis would have no sharding (except for B = 1), and
+    every device would all-gather x and g. g_BxTxO: the gradient of the result. dtype: the
+    kernel's."""
     left, right = (g_BxTxO, x_BxTxI) if transpose_rhs else (x_BxTxI, g_BxTxO)
     dy = jax.lax.dot_general(
         left, right, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
@@ -189,8 +190,8 @@ class Kernel:
         return checkpoint_name(y, 'dense')
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank): itself,
-        because this class stores them so."""
+        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). Here
+        this is the kernel itself, because this class stores its columns in this order."""
         return self
 
     def fused_linear(self, x, bias, widths):
@@ -198,8 +199,8 @@ class Kernel:
         sum(widths)] holds the kernels of several projections side by side, as c_attn does.
 
         With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
-        They are reordered unless they are stored so; the returned list is the same in both
-        cases."""
+        Columns that are stored in another order are reordered first. The returned list is the same
+        in both cases."""
         kernel = self.in_rank_order(x.dtype, widths)
         if bias is not None:
             bias = order_by_rank(bias, widths, kernel.n_ranks)
@@ -218,8 +219,8 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """Returns whether choose() can be used for a stack of matrices [E, I, O] and n_rows rows of
-        x."""
+        """Returns whether choose() can be used for n_rows rows of x, if this kernel is a stack of
+        matrices [E, I, O]."""
         return False
 
 
@@ -232,8 +233,9 @@ class Plain(Kernel, struct.PyTreeNode):
         return matmul(x, self.values, tp=tp)
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns ordered. It is stored sharded by rows, so that each
-        device orders its own rows; an all-to-all follows, once per step."""
+        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
+        stored kernel is sharded by rows, so that each device orders the columns of its own rows.
+        Then an all-to-all moves the columns to their ranks, once per step."""
         n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
         if n_ranks == 1:
             return self
@@ -405,8 +407,7 @@ def map_nodes(kind, f, tree):
 
 
 def without_scales(params):
-    """Returns the tree of parameters with the values of each Int8 in its place, without the
-    scales."""
+    """Returns the tree of parameters with each Int8 replaced by its values, without its scales."""
     return map_nodes(Int8, lambda matrix: matrix.values, params)
 
 
@@ -430,11 +431,12 @@ def linear(x, kernel, bias=None, *, tp=()):
 
 
 def fused_linear(x, kernel, bias, widths):
-    """Computes jnp.split(linear(x, kernel, bias), ...), a list: several projections fused into one
-    kernel [I, sum(widths)], as c_attn.
+    """Computes jnp.split(linear(x, kernel, bias), ...) and returns the list. The kernel [I,
+    sum(widths)] holds the kernels of several projections side by side, as c_attn does.
 
     With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
-    They are reordered unless they are stored so; the returned list is the same in both cases."""
+    Columns that are stored in another order are reordered first. The returned list is the same in
+    both cases."""
     return as_kernel(kernel).fused_linear(x, bias, widths)
 
 
@@ -448,7 +450,7 @@ def order_by_rank(x, widths, n_ranks):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def computed_in(dtype, f, x):
-    """Computes f of x cast to dtype, for a linear f that only moves elements. The result and the
+    """Computes f(x) in `dtype`, for a linear f that only moves elements. The result and the
     gradient are in x's dtype."""
     return f(x.astype(dtype)).astype(x.dtype)
 
@@ -509,8 +511,8 @@ def quantize(x, dtype, largest=None):
 
 @functools.partial(jax.jit, static_argnames=('transpose', 'stored_as'))
 def quantize_matrix(p, *, transpose, stored_as):
-    """Returns a matrix [..., O, I] as Int8; with transpose, a matrix [..., I, O]. Compiled, so that
-    there are no temporaries as large as p. stored_as: int8 or uint8."""
+    """Returns a matrix p [..., O, I] as Int8. With `transpose`, p is [..., I, O]. The function is
+    compiled, so that there are no temporaries as large as p. stored_as: int8 or uint8."""
     if transpose:
         p = p.swapaxes(-1, -2)
     values, scale = quantize(p, jnp.int8)
@@ -525,9 +527,10 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
     Int8. tp: as in linear().
 
     On a CPU, decoding is limited by reading the weights, and XLA:CPU has fast integer matmuls. So
-    up to 64 rows of x (32 if values are int8) are quantized as well, each with one scale. They
-    become int16, because int8 costs precision (docs/lab_log.md#int8-matmuls). For more rows, and on
-    other devices, the weights are converted instead."""
+    up to 64 rows of x (32 if the weights' values are stored as int8) are quantized as well, each
+    row with one scale. The rows become int16, because int8 costs precision
+    (docs/lab_log.md#int8-matmuls). For more rows, and on other devices, the weights are converted
+    to x's dtype instead."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 
@@ -545,8 +548,8 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
 
 
 def multiply_quantized(x_RxI, *weights):
-    """Computes multiply_integers(x, *weights) -> float32 [R, O], of x quantized to int16, each row
-    with one scale."""
+    """Quantizes x to int16, each row with one scale. Returns multiply_integers(x, *weights) times
+    these scales, float32 [R, O]."""
     # for a row of zeros the scale is 1e-30 / levels, and the product is 0
     x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
     is_used = (scale_R > 1e-32).any()

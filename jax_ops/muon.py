@@ -24,9 +24,9 @@ def orthogonalize(updates, params=None):
     """Replaces every matrix U S V^T (its singular value decomposition) in the tree `updates` by
     about U V^T, times a factor.
 
-    The factor 0.2 sqrt(longer side) gives it the size of AdamW's updates (arXiv:2502.16982). A leaf
-    [E, I, O] holds E matrices. c_attn holds three, q, k and v, and each is orthogonalized by
-    itself."""
+    The factor 0.2 sqrt(longer side) gives the result the size of AdamW's updates
+    (arXiv:2502.16982). A leaf [E, I, O] holds E matrices. c_attn holds three matrices, q, k and v.
+    Each matrix is orthogonalized by itself."""
     apart = split_qkv(updates)
     orthogonal = map_stacked_by_shape(orthogonalize_stack, apart)
     return join_qkv(orthogonal)
@@ -34,7 +34,7 @@ def orthogonalize(updates, params=None):
 
 def orthogonalize_stack(x_MxIxO):
     """Orthogonalizes M matrices, and multiplies them by the factor of `orthogonalize`. On a mesh
-    the devices share them, if the number of batch shards divides M."""
+    the devices share the matrices, if the number of batch shards divides M."""
     x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
     n_rows, n_columns = x_MxIxO.shape[1:]
     if n_rows > n_columns:
@@ -60,8 +60,8 @@ def polar_express_gram(x_MxIxO):
     the end.
 
     In between it computes only with matrices [I, I]: the Gram matrix x x^T, and the product of all
-    polynomials of it. The Gram matrix holds the squares of the singular values, so all matmuls are
-    in float32 (docs/lab_log.md#muon-in-three-steps)."""
+    polynomials of the Gram matrix. The Gram matrix holds the squares of the singular values, so all
+    matmuls are in float32 (docs/lab_log.md#muon-in-three-steps)."""
     x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
     product_MxIxI = None
     for coefficients in POLAR_EXPRESS:
@@ -78,7 +78,7 @@ def normalize(x_MxIxO):
     """Divides each of M matrices x by the square root of the Frobenius norm of x x^T, an upper
     bound of the largest singular value of x.
 
-    Returns (x, x x^T) of the divided matrices."""
+    Returns (x; x x^T), both of the divided matrices."""
     gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
     norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
     return x_MxIxO / jnp.sqrt(norm), gram_MxIxI / norm

@@ -35,9 +35,9 @@ ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
 
 
 def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
-    """Returns the mesh of `devices` with the axes AXES. The sizes are those of the arguments; the
-    axis of the replicas gets the remaining factor. The ranks of a tensor group, which communicate
-    most, are neighbours.
+    """Returns the mesh of `devices` with the axes AXES. The arguments are the sizes of the axes
+    tensor, fsdp, expert and context. The axis of the replicas, data, gets the remaining factor. The
+    ranks of a tensor group, which communicate most, are neighbours.
 
     Raises UserError if the sizes do not divide the number of devices."""
     n_devices = len(devices)
@@ -57,9 +57,9 @@ def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
 
 
 def current_mesh():
-    """Returns the mesh set by the caller (jax.set_mesh), or None if there is none. It is None also
-    inside shard_map, where code is for one device, and under pmap, which has a mesh with other axes
-    than AXES."""
+    """Returns the mesh that the caller has set (jax.set_mesh), or None if there is none. Returns
+    None also inside shard_map, where code is for one device, and under pmap, whose mesh has other
+    axes than AXES."""
     mesh = jax.sharding.get_abstract_mesh()
     is_inside_shard_map = AxisType.Manual in mesh.axis_types
     if mesh.axis_names != AXES or is_inside_shard_map:
@@ -76,8 +76,9 @@ def shard(x, *spec):
 
 
 def position_axes(n_positions, *axes):
-    """Returns those of `axes` that shard n_positions on the mesh: the last ones are dropped until
-    the product of the others' sizes divides n_positions. Without a mesh, returns ()."""
+    """Returns the first of `axes`, as many as can shard n_positions on the mesh: the last axis is
+    dropped until the product of the sizes of the axes divides n_positions. Without a mesh, returns
+    ()."""
     mesh = current_mesh()
     if mesh is None:
         return ()
@@ -92,22 +93,22 @@ def count_shards(mesh, axes):
 
 
 def shard_positions(x, axes=('context', 'tensor')):
-    """Returns x [B, T, ...]; on a mesh, its positions are sharded over `axes`. It is used between
-    blocks, where norms and sums need one position at a time (sequence parallelism,
-    arXiv:2205.05198)."""
+    """Returns x [B, T, ...]; on a mesh, with its positions sharded over `axes`. This sharding is
+    for x between attention and MLP, where norms and sums need one position at a time (sequence
+    parallelism, arXiv:2205.05198)."""
     return shard(x, BATCH, position_axes(x.shape[1], *axes))
 
 
 def gather_positions(x):
-    """Returns x [B, T, ...] of shard_positions; on a mesh, its positions are all-gathered over
+    """Returns x [B, T, ...] of shard_positions. On a mesh, the positions of x are all-gathered over
     tensor, and stay sharded over context."""
     x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
 
 def batch_axes(n_rows):
-    """Returns the axes over which n_rows rows are sharded: BATCH, or () if there is no mesh, or the
-    number of shards does not divide n_rows."""
+    """Returns the axes over which n_rows rows are sharded: BATCH. Returns () if there is no mesh,
+    or if the number of shards does not divide n_rows."""
     mesh = current_mesh()
     if not mesh or n_rows % count_shards(mesh, BATCH):
         return ()
@@ -116,8 +117,8 @@ def batch_axes(n_rows):
 
 def partition_specs(tree, mesh, *, over_replicas=False):
     """Returns the tree of partition specs of a parameter tree or TrainState, by PARTITION_RULES. A
-    rule describes the last dimensions of a leaf. If the axes do not divide a dimension, they are
-    dropped from the right until they do.
+    rule describes the last dimensions of a leaf. If the sizes of its axes do not divide a
+    dimension, axes are dropped from the right until the remaining sizes divide it.
 
     over_replicas: whether leaves that are sharded over fsdp are also sharded over data and
     context."""
@@ -152,8 +153,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
 
 
 def rule_of(name):
-    """Returns the spec of PARTITION_RULES for a parameter, Spec() if none applies. name: its path,
-    with slashes."""
+    """Returns the spec of PARTITION_RULES for a parameter, Spec() if no rule applies. name: the
+    parameter's path, with slashes."""
     for end, spec in PARTITION_RULES:
         if re.search(rf'(^|/){end}$', name):
             return spec
@@ -171,8 +172,8 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """Returns function(table, ...) compiled so that the rows of the table are sharded over the
-    mesh's tensor axis."""
+    """Returns a compiled form of function(table, ...), in which the rows of the table are sharded
+    over the mesh's tensor axis."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))

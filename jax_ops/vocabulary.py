@@ -48,8 +48,8 @@ def as_table(table):
 
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
     """Returns table[idx], [B, T, D], in dtype (default: the table's). An id beyond the table gives
-    its last row. The gradient of the table is summed in the table's dtype, float32: in bfloat16 a
-    sum over the many tokens of one id stagnates."""
+    the table's last row. The gradient of the table is summed in the table's dtype, float32, because
+    in bfloat16 a sum over the many tokens of one id stagnates."""
     return as_table(table_VxD).embed(idx_BxT, dtype)
 
 
@@ -105,8 +105,8 @@ def lm_logits(table_VxD, x_BxTxD, *, cap, training):
     """Computes soft_cap(x @ table.T, cap) -> float32 [B, T, V]; a cap of 0 is none. On a mesh each
     device keeps the logits of its vocabulary range.
 
-    training: whether to use matmul(), which pays off for many tokens; else the table is read in
-    place, which suits decoding."""
+    training: True uses matmul(), which pays off for many tokens; False reads the table in place,
+    which suits decoding."""
     is_on_mesh = current_mesh() is not None
     if is_on_mesh:
         x_BxTxD = gather_positions(x_BxTxD)
@@ -164,8 +164,8 @@ class VocabParallel(nn.Module):
         return ceil_div(self.num_embeddings, self.tp_size)
 
     def load_weight_shard(self, full: Array | np.ndarray) -> Array:
-        """Returns this rank's rows of the full table or bias. Raises UserError unless `full` has
-        num_embeddings rows."""
+        """Returns this rank's rows of the full table or bias. Raises UserError if `full` does not
+        have num_embeddings rows."""
         if len(full) != self.num_embeddings:
             raise UserError(f'a table of {len(full)} rows is not one of {self.num_embeddings}')
         first = self.tp_rank * self.n_rows
@@ -204,16 +204,16 @@ class ParallelLMHead(VocabParallel):
 
     bias: whether there is a parameter `bias`, [n_rows] or, in sharded_forward, [num_embeddings].
     cap: for soft_cap of the logits; 0 is none.
-    Both calls accept last_B. If given, they compute only the logits of position last_B[b] of each
-    sequence b, [B, 1, ...]."""
+    Both __call__ and sharded_forward accept last_B. If it is given, they compute only the logits of
+    position last_B[b] of each sequence b, [B, 1, ...]."""
     bias: bool = False
     cap: float = 0.0
 
     @nn.compact
     def __call__(self, x_BxTxD: Array, last_B: Array | None = None, *,
                  training: bool = True) -> Array:
-        """Returns the logits, float32 [B, T, V]. With tp_size > 1 they are this rank's [B, T,
-        n_rows]; ids beyond the vocabulary have -inf. training: see lm_logits."""
+        """Returns the logits, float32 [B, T, V]. With tp_size > 1 the logits are those of this
+        rank's ids, [B, T, n_rows]; ids beyond the vocabulary have -inf. training: see lm_logits."""
         logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
         if self.tp_size == 1:
             return logits
@@ -223,8 +223,8 @@ class ParallelLMHead(VocabParallel):
     @nn.compact
     def sharded_forward(self, x_BxTxD: Array, mesh: Mesh, last_B: Array | None = None,
                         gathered: bool = False) -> Array:
-        """Returns all logits, float32 [B, T, num_embeddings]. Each device of the mesh keeps those
-        of its range, or all logits if `gathered`."""
+        """Returns all logits, float32 [B, T, num_embeddings]. Each device of the mesh keeps the
+        logits of its vocabulary range, or all logits if `gathered`."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
         if gathered:
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
@@ -232,8 +232,8 @@ class ParallelLMHead(VocabParallel):
 
     def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
                training: bool = True) -> Array:
-        """Returns the logits by the table of n_rows rows, plus the bias if there is one; on a mesh
-        if one is given. last_B: None is all positions."""
+        """Returns the logits by the table of n_rows rows, plus the bias if there is one. mesh: if
+        it is given, the logits are computed on this mesh. last_B: None is all positions."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 

@@ -1,4 +1,5 @@
-"""Measures a server of OpenAI's API with several clients at a time: a row for each number of them.
+"""Measures a server of OpenAI's API with several clients at a time. Prints a row for each number of
+clients.
 
 $ python sample_jax.py --out_dir=out-mine --serve=8000
 $ python tools/clients.py http://localhost:8000 --clients=1,8,1,8 --requests=16 --max_tokens=64
@@ -49,7 +50,7 @@ def ask(url, prompt, seed, max_tokens, temperature):
 
 
 def measure(n_clients, n_requests, make):
-    """Returns (tokens per second, the Answers) of requests make(i), n_clients at a time."""
+    """Returns (tokens per second; the Answers) of requests make(i), n_clients at a time."""
     with ThreadPoolExecutor(n_clients) as clients:
         started = time.perf_counter()
         answers = list(clients.map(make, range(n_requests)))

@@ -33,8 +33,8 @@ POINTS = [  # (minutes, bits per byte, label, where it stands): docs/performance
 
 
 def measure(flags):
-    """Trains in a process of its own. Returns [(minutes since its start, bits per byte)] of its
-    evaluations, without the evaluation before the first update."""
+    """Trains in a process of its own. Returns [(minutes since the start; bits per byte)], one pair for each evaluation
+    except the one before the first update."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, 'train_jax.py', *shlex.split(flags), '--overwrite=True', f'--out_dir={folder}/out']
         environment = dict(os.environ, JAX_ENABLE_COMPILATION_CACHE='0', PYTHONUNBUFFERED='1')

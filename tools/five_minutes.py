@@ -8,8 +8,8 @@ $ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6   # other
 
 The file of a row holds its manifest, and for each seed the iterations, the bits per byte, the
 losses of the log, and digests of the weights after 100 iterations and at the end. On the same kind
-of machine, with the same versions, --check demands the same bits; elsewhere losses within BOUND.
-Exit code: 0 if they agree, 1 if not, 2 if it cannot be checked.
+of machine, with the same versions, --check demands the same bits. Elsewhere it demands losses
+within BOUND. Exit code: 0 if the results agree, 1 if not, 2 if the row cannot be checked.
 """
 import argparse
 import os
@@ -41,7 +41,7 @@ def train(*flags):
 
 
 def describe(out_dir):
-    """Returns (digest of the weights of the latest checkpoint, {iteration: loss} of the log, config.json)."""
+    """Returns (digest of the weights of the latest checkpoint; {iteration: loss} of the log; config.json) of a run."""
     from jax_run.log import read_metrics
     from jax_run.verify import digest_weights
     losses = {str(record['iter']): record['loss'] for record in read_metrics(out_dir) if 'loss' in record}
@@ -49,7 +49,8 @@ def describe(out_dir):
 
 
 def train_beginning(config, flags, one, n):
-    """Trains the first n iterations of a seed of a row. Returns (digest of the weights, losses, manifest)."""
+    """Trains the first n iterations of a seed of a row. Returns (digest of the weights; losses; manifest). one: the
+    seed's part of the row."""
     with tempfile.TemporaryDirectory() as folder:
         train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
               f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
@@ -59,8 +60,7 @@ def train_beginning(config, flags, one, n):
 
 
 def run(config, seed, flags):
-    """Trains with a seed for the minutes of the config file. Returns (the seed's part of a row,
-    device, manifest)."""
+    """Trains with a seed for the minutes of the config file. Returns (the seed's part of a row; device; manifest)."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
@@ -96,8 +96,8 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Trains the beginning of each seed of a row again, or all of it, prints a line for each, and returns the exit
-    code. flags: further flags of train_jax.py, as --device."""
+    """Trains the beginning of each seed of a row again, or with has_all all iterations. Prints a line for each seed,
+    and returns the exit code. flags: further flags of train_jax.py, as --device."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0

@@ -4,8 +4,8 @@
     python tools/mutants.py cache sources       # modules of this table
     python tools/mutants.py step --against=HEAD~20    # with the tests of an earlier commit
 
-A mutant that survives is a behaviour that no test checks. Each runs in a copy of HEAD: the tests of its module,
-also the slow ones, up to the first failure. Add mutants where a bug was found."""
+A mutant that survives is a behaviour that no test checks. For each mutant, the tests of its module run in a copy of
+HEAD, also the slow tests, up to the first failure. Add mutants where a bug was found."""
 import argparse
 import os
 import shutil
@@ -79,7 +79,7 @@ def extract(folder, revision, *paths):
 
 
 def passes(folder, names):
-    """Returns (whether these test files pass in a folder, the first failure)."""
+    """Returns (whether these test files pass in a folder; the first failure, '' without one)."""
     files = [name if name == START else f'tests/test_{name}.py' for name in names.split()]
     command = [sys.executable, '-m', 'pytest', '-x', '-n', '2', '-m', '', *files]
     run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -1,6 +1,6 @@
 """Plans a step of training or decoding for devices that are not here: memory, FLOPs and
-communication, as XLA reports them of the compiled program. `flags` are those of bench_jax.py, as
-attributes."""
+communication, as XLA reports them for the compiled program. `flags` holds the flags of bench_jax.py
+as attributes."""
 import functools
 import math
 import re
@@ -24,8 +24,8 @@ COLLECTIVES = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permut
 
 
 def plan_step(flags, config, devices):
-    """Compiles a step for `devices` and returns {name: value}: what was chosen, the memory of one
-    device, and what XLA counts in the program. XLA counts the body of a loop once."""
+    """Compiles a step for `devices` and returns {name: value}: what was chosen; the memory of one
+    device; and what XLA counts in the program. XLA counts the body of a loop once."""
     start = time.perf_counter()
     lower = lower_decode if flags.plan == 'decode' else lower_train_step
     lowered, parts, results = lower(flags, config, devices)
@@ -57,8 +57,8 @@ def plan_step(flags, config, devices):
 
 
 def lower_train_step(flags, config, devices):
-    """Lowers the step that train_jax.py runs. Returns (the lowered step, {'parameters': tree,
-    'optimizer': tree} of ShapeDtypeStructs with shardings, {name: value} of what was chosen)."""
+    """Lowers the step that train_jax.py runs. Returns (the lowered step; {'parameters': tree,
+    'optimizer': tree} of ShapeDtypeStructs with shardings; {name: value} of what was chosen)."""
     # The model, the optimizer and the shapes of the state, as in train_jax.py.
     layout = setup_distributed_training(
         devices, flags.fsdp, flags.tensor, flags.expert, flags.context, flags.zero)

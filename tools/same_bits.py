@@ -141,7 +141,7 @@ def files(folder):
 
 
 def samples(tree, *args):
-    """Returns {name: value} of samples, and of what sample_jax.py writes beside them."""
+    """Returns {name: value} of samples, and of what sample_jax.py writes beside each sample."""
     path = tree.work / 'samples.jsonl'
     path.unlink(missing_ok=True)  # sample_jax.py refuses a file of other flags
     tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',
@@ -152,8 +152,8 @@ def samples(tree, *args):
 
 
 def tensors(path):
-    """Returns {name: digest} of the tensors of an exported folder or GGUF file. Includes the JSON
-    files of a folder, and the fields of a GGUF file."""
+    """Returns {name: digest} of the tensors of an exported folder or GGUF file. Includes the
+    content of the JSON files of a folder, and digests of the fields of a GGUF file."""
     if path.is_dir():
         from safetensors.numpy import load_file
         found = {}
@@ -176,8 +176,8 @@ def tensors(path):
 # the cases: tree, folder of the inputs -> {name: value}
 
 def data_sets(tree, inputs):
-    """Makes data sets: of characters, of a BPE that is trained on the text, of rows, and of chats
-    with and without --rows."""
+    """Makes data sets: of characters; of a BPE that is trained on the text; of rows; of chats
+    without --rows; of chats with --rows."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],
@@ -195,8 +195,8 @@ def data_sets(tree, inputs):
 
 
 def gpt(tree, inputs):
-    """Trains a GPT-2 with dropout, and samples from it in float32, in int8, with drafts,
-    greedily."""
+    """Trains a GPT-2 with dropout, and samples from it in four ways: in float32; in int8; with
+    drafts; greedily."""
     out = tree.work / 'out-gpt'
     tree.train(out, *GPT, tree.data('chars'))
     found = losses(out)
@@ -238,7 +238,8 @@ def qwen(tree, inputs):
 
 
 def chat(tree, inputs):
-    """Tunes a Llama from a folder on packed chats by LoRA, and samples answers."""
+    """Finetunes a Llama by LoRA on packed chats, and samples answers. The Llama is read from a
+    folder."""
     out = tree.work / 'out-chat'
     tree.train(out, tree.data('packed'), f'--init_from={inputs / "model"}', '--block_size=64',
                '--lora_rank=4', '--quantize=int8')

@@ -67,7 +67,8 @@ def topology_devices(topology):
 
 
 def cpu_devices(topology, n_devices):
-    """Returns the first n_devices CPU devices of this process. Raises UserError if it has fewer."""
+    """Returns the first n_devices CPU devices of this process. Raises UserError if the process has
+    fewer."""
     devices = tuple(jax.devices('cpu'))
     if len(devices) < n_devices:
         raise UserError(f'{topology} needs JAX_NUM_CPU_DEVICES={n_devices}; this process has '
@@ -76,7 +77,7 @@ def cpu_devices(topology, n_devices):
 
 
 def prepare_tpu_compiler():
-    """Tells libtpu that it runs on a slice. Otherwise it would ask the machine."""
+    """Tells libtpu that it runs on a slice. Otherwise libtpu would ask the machine."""
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'

@@ -23,7 +23,8 @@ QUESTIONS = (*LISTS, 'prompt', 'instruction', 'question')  # keys of what the tw
 
 
 class Example(NamedTuple):
-    """A conversation, or a pair of conversations: first the one with the chosen answer."""
+    """A conversation, or a pair of conversations. Of a pair, the conversation with the chosen
+    answer is the first."""
     conversations: list[list[dict]]  # the messages of each, as a chat template takes them
     counted: list[list[int]]  # the numbers of the messages that count, of each
     form: str  # what the row is, for the user; '' if it is "messages"
@@ -54,7 +55,8 @@ class Row(dict):
 
 
 def read_example(row):
-    """Returns the Example of a row. Raises UserError; its text follows the number of the row."""
+    """Returns the Example of a row. Raises UserError if the row cannot be read; the message is
+    written to follow the number of the row."""
     if isinstance(row, list) and row and all(isinstance(each, dict) for each in row):
         row = {'messages': row}  # a line that has the messages alone
     if not isinstance(row, dict):
@@ -101,7 +103,7 @@ def for_template(message):
 
 def without_nulls(value):
     """Returns a JSON value without the keys that are null, because a table gives each object the
-    keys of all others."""
+    keys of all other objects."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -119,8 +121,8 @@ def check_all_is_asked(row):
 
 
 def parsed(value, name):
-    """Returns `value`, parsed if it is JSON text: a column of a table or of parquet cannot hold
-    arbitrary objects. Raises UserError if it cannot be parsed."""
+    """Returns `value`, parsed if it is JSON text, because a column of a table or of parquet cannot
+    hold arbitrary objects. Raises UserError if the text cannot be parsed."""
     if isinstance(value, str):
         return parse_json(value, f'"{name}"') if value.strip() else None
     return value
@@ -168,8 +170,9 @@ def read_sharegpt(i, turn):
 
 
 def counts(i, message):
-    """Returns whether a message counts in training: one of the assistant without the weight 0.
-    Raises UserError for other weights than 0 and 1, and if another role has the weight 1."""
+    """Returns whether a message counts in training: messages of the assistant count, except those
+    with the weight 0. Raises UserError for other weights than 0 and 1, and if a message of another
+    role has the weight 1."""
     is_answer = message['role'] == 'assistant'
     weights = {name: message[name] for name in WEIGHTS if name in message}
     for name, weight in weights.items():
@@ -199,8 +202,8 @@ def read_conversation(row):
 
 
 def read_pair(row):
-    """Reads a row with two answers, "chosen" and "rejected". Raises UserError if one is missing, or
-    if it is not clear which messages are the question."""
+    """Reads a row with two answers, "chosen" and "rejected". Raises UserError if an answer is
+    missing, or if it is not clear which messages are the question."""
     answers = []
     for name in ('chosen', 'rejected'):
         if not str(row.get(name) or '').strip():
@@ -227,8 +230,9 @@ def read_pair(row):
 
 
 def count_shared(chosen, rejected):
-    """Returns how many messages at the beginning of two conversations are the question: those that
-    are equal in both. The last message of each is never part of it."""
+    """Returns how many messages at the beginning of two conversations are the question: the
+    messages that are equal in both, without answers at their end. The last message of a
+    conversation is never part of the question."""
     both = zip(chosen[:-1], rejected[:-1])
     n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 
@@ -239,9 +243,9 @@ def count_shared(chosen, rejected):
 
 
 def read_question(row, name):
-    """Returns the messages in the column `name`, after the row's "system". The column has a list of
-    messages, or a text; "input" or "context" is put below the text. Raises UserError for another
-    form."""
+    """Returns the messages in the column `name`, with the row's "system" in front. The column holds
+    a list of messages, or a text. If it holds a text, "input" or "context" is put below the text.
+    Raises UserError for another form."""
     asked = row[name]
     if name in LISTS or not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
@@ -252,8 +256,8 @@ def read_question(row, name):
 
 
 def with_system(row, messages):
-    """Returns the messages, with the row's "system" or "system_prompt" in front if it has one.
-    Raises UserError if the messages begin with another one."""
+    """Returns the messages, with the row's "system" or "system_prompt" in front if the row has one.
+    Raises UserError if the messages begin with another system message."""
     texts = [row[name] for name in SYSTEMS if row.get(name)]
     if not texts:
         return messages

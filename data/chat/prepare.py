@@ -1,15 +1,15 @@
 """
-Prepare conversations for finetuning a chat model. They are a file of rows, each with "messages" of
-"role" and "content": JSON lines, a JSON array, CSV or parquet. ShareGPT, Alpaca and other forms are
-read too, see readme.md. The chat template of the model writes the conversations as text, and only
-the assistant's tokens count in the loss:
+Prepare conversations for finetuning a chat model. The conversations are a file of rows (JSON lines,
+a JSON array, CSV or parquet), each with "messages" of "role" and "content". ShareGPT, Alpaca and
+other forms are read too, see readme.md. The chat template of the model writes the conversations as
+text, and only the assistant's tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
 Rows with a question in "messages" and two answers, "chosen" and "rejected", make pairs for DPO; see
 config/finetune_dpo.py. With --rows=1024 each row of training holds whole conversations, which do
 not see each other. Without --rows, all conversations are one long text, from which training cuts
-windows. Without a file, it reads example.jsonl beside this script. Saves train.bin and val.bin with
-the ids, train_mask.bin and val_mask.bin with a byte for each id, meta.json that says how to read
-them, and a copy of the tokenizer.
+windows. If no file is named, the script reads example.jsonl beside itself. Saves train.bin and
+val.bin with the ids, train_mask.bin and val_mask.bin with a byte for each id, meta.json that says
+how to read them, and a copy of the tokenizer.
 """
 import bisect
 import collections
@@ -66,12 +66,12 @@ class Read(NamedTuple):
 
 def read_examples(path, enc, vocabulary, folder, source):
     """Encodes the conversations of each row of a file, one or a pair. Returns Read. Leaves out rows
-    in which all answers have the weight 0, and pairs of equal answers.
+    with a conversation in which no answer counts, and pairs of equal answers.
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
-    Called again with the same source, as after a kill, it continues behind the rows in the journal.
-    folder: the folder of the data set. source: a JSON value that tells this command from another
-    one. Raises UserError, after removing these files."""
+    Called again with the same source, as after a kill, the function continues behind the rows in
+    the journal. folder: the folder of the data set. source: a JSON value that tells this command
+    from another one. If a row is not valid, removes these files and raises UserError."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
@@ -131,8 +131,9 @@ def give_up(folder):
 
 def cut_back(journal, files, widths):
     """Truncates the open files of ids, masks and bytes, and the journal, to the rows that are
-    complete; to nothing if tokens of these rows are missing. Returns (Told, [lengths of each
-    example], the number of rows). widths: bytes for a token in each file."""
+    complete. If tokens of these rows are missing, truncates all files to nothing. Returns (Told;
+    [lengths of each example]; the number of rows). widths: the number of bytes per token in each
+    file."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
@@ -156,8 +157,9 @@ def cut_back(journal, files, widths):
 
 
 def encode_row(row, enc):
-    """Returns ([Encoded] of the conversations of a row, the row's line of the journal). The line
-    has their lengths and what Told counts. Raises UserError if the row is not valid."""
+    """Returns ([Encoded] of the conversations of a row; the row's line of the journal). The line
+    has the lengths of the conversations, and what Told counts. Raises UserError if the row is not
+    valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
     example = read_example(json.loads(whole_characters(text)))
@@ -170,7 +172,7 @@ def encode_row(row, enc):
 
 
 def why_left_out(example):
-    """Returns why an Example teaches nothing, '' if it does."""
+    """Returns why an Example teaches nothing; '' if it teaches something."""
     if not all(example.counted):
         return 'no answer in them counts'
     if len(example.conversations) == 2 and example.conversations[0] == example.conversations[1]:
@@ -179,7 +181,7 @@ def why_left_out(example):
 
 
 def encode_example(example, enc):
-    """Returns ([Encoded] of the conversations of an Example, warnings of find_lost). Raises
+    """Returns ([Encoded] of the conversations of an Example; warnings of find_lost). Raises
     UserError if the template refuses a conversation or leaves out an answer."""
     encoded = []
     lost = []
@@ -196,9 +198,9 @@ def encode_example(example, enc):
 
 
 def check_ends(ids, mask, enc):
-    """Returns a warning if sampling will not stop at the tokens that end the answers, else ''.
-    Raises UserError if no answer ends with a special token or a stop token: a model that learns
-    from these answers would never stop.
+    """Returns a warning if sampling will not stop at the tokens that end the answers; else ''.
+    Raises UserError if no answer ends with a special token or a stop token, because a model that
+    learns from these answers would never stop.
 
     ids, mask: the arrays of all conversations, one after the other."""
     # Where a text ends answers, the first of them have it.
@@ -235,12 +237,13 @@ def check_ends(ids, mask, enc):
 
 def pack(read, chosen, size, folder, split):
     """Packs the conversations with the numbers `chosen` into rows of `size` tokens, in the files
-    {split}.part.bin and {split}_mask.part.bin. Returns (ids, mask, number of bytes of the text that
-    counts, a message for the user).
+    {split}.part.bin and {split}_mask.part.bin. Returns (ids; mask; number of bytes of the text that
+    counts; a message for the user).
 
-    Places the longest conversation first, and each into the row with the least room for it. Only a
-    conversation longer than a row is cut. If no token counts in what is left of it, it is left out.
-    The mask is 2 where a conversation or the padding starts."""
+    Places the longest conversation first, and each conversation into the fullest row that has space
+    for it. Only a conversation longer than a row is cut. A conversation is left out if no token
+    counts in the part that would remain. The mask is 2 where a conversation or the padding
+    starts."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -285,7 +288,7 @@ def pack(read, chosen, size, folder, split):
 
 def copy_chats(read, chosen, folder, split):
     """Writes conversations that follow each other to {split}.part.bin and {split}_mask.part.bin.
-    Returns (ids, mask, bytes of the text that counts, '')."""
+    Returns (ids; mask; number of bytes of the text that counts; '')."""
     part = slice(read.slice(chosen[0]).start, read.ends[chosen[-1]])
     found = []
     for array, name in ((read.ids, split), (read.mask, f'{split}_mask')):
@@ -305,15 +308,16 @@ def read_template(name):
 
 
 def check_template_tokens(name, enc):
-    """Raises UserError if the vocabulary lacks the tokens of the template chatml."""
+    """Raises UserError if --template=chatml is given and the vocabulary lacks this template's
+    tokens."""
     if name == 'chatml' and not set(CHAT_TOKENS) <= enc.tokenizer.get_vocab().keys():
         fail(f'--template=chatml needs the tokens {" ".join(CHAT_TOKENS)}: make the vocabulary with '
              'data/text/prepare.py --chat, or take --template=plain')
 
 
 def check_prompts(told, n, enc):
-    """Raises UserError if in all n conversations the generation prompt has other tokens than the
-    text before the answer has in training."""
+    """Raises UserError if in each of the n conversations the generation prompt has other tokens
+    than the text before the answer has in training."""
     if told.lost[OTHER_PROMPT] < n:
         return
     ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])

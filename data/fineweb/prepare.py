@@ -41,7 +41,8 @@ def read_texts(paths):
             yield row['text']
 
 def val_bytes(batch, documents, n):
-    """Returns the bytes of text in the first n tokens of a batch, a list of texts. documents: their ids."""
+    """Returns the number of bytes of text in the first n tokens of a batch. batch: a list of texts. documents: the ids
+    of each text."""
     ends = list(itertools.accumulate(map(len, documents)))
     whole = sum(end <= n for end in ends)
     n_bytes = count_bytes(batch[:whole])

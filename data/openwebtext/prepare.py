@@ -2,7 +2,8 @@
 Save the openwebtext dataset as GPT-2 BPE tokens, in the train.bin and val.bin that nanoGPT's script writes.
 The documents are those of the Hugging Face hub, or of parquet files with a column "text": name a folder or a pattern.
 $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
-Interrupted and started again, it continues from the cache, with what `datasets` has downloaded and tokenized.
+Interrupted and started again, the script continues from the cache of `datasets`, which holds what it has downloaded
+and tokenized.
 """
 import glob
 import os

@@ -63,7 +63,7 @@ def is_signature(text):
 
 
 def from_source(root, package=''):
-    """Yields a Named for each public name of the Python files under a folder, which are read and
+    """Yields a Named for each public name of the Python files under a folder. The files are read,
     not run. package: the beginning of all names, as 'numpy'; '' for the library."""
     for path in sorted(Path(root).rglob('*.py')):
         parts = path.relative_to(root).with_suffix('').parts
@@ -95,8 +95,9 @@ def from_tree(tree, holder, kind):
 
 
 def from_c():
-    """Yields a Named for each public name of the library that is written in C: the builtins, the
-    modules without a source, and functions that modules in Python take from them."""
+    """Yields a Named for each public name in Python's library that is written in C: the builtins;
+    the names in modules without a source; and the functions in C that modules in Python take from
+    them."""
     for module in sorted(sys.stdlib_module_names):
         is_public = not module.startswith('_') and module not in SKIPPED
         if module in WITH_C or (is_public and is_c(module)):
@@ -139,8 +140,8 @@ def in_c(value):
 
 
 def read_names(package=None):
-    """Returns ({name: Named with a sentence}, {all names}) of Python's library, or of the package
-    in a folder. If a name is found twice, the first sentence counts."""
+    """Returns ({name: Named with a sentence}; {all names}) of Python's library, or of a package.
+    package: the folder of the package. If a name is found twice, the first sentence counts."""
     if package:
         root = Path(package).resolve()
         found = from_source(root, root.name)

@@ -1,6 +1,7 @@
 """
 Prepare conversations about the names of Python's own library, which a small model can learn and a
-program can check. No network is needed. --tokenizer is a model that was trained here, or its data:
+program can check. No network is needed. --tokenizer is a model that was trained here, or the data
+set of such a model:
 $ python data/pystdlib/prepare.py
 $ python data/pychat/prepare.py --tokenizer=data/pystdlib
 Or about a package of your own, by its docstrings (the package is read, not run):

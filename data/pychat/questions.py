@@ -126,8 +126,8 @@ class Maker:
         return [self.ask_what(split, named.name), named.sentence]
 
     def about_part(self, named, split):
-        """Returns the conversation that asks about a name by its last part, which no other name
-        has."""
+        """Returns the conversation that asks about a name by its last part. No other name has this
+        last part."""
         return [self.ask_what(split, named.last), named.sentence]
 
     def about_invented(self, name, split):
@@ -139,9 +139,10 @@ class Maker:
         return f'There is no {name} in {self.library}.'
 
     def follow_up(self, named, split, invented=None):
-        """Returns a conversation of two questions. The first is about another name with the same
-        parent. The second says only the last part of `named`; or `invented`, if it is given, a last
-        part that does not exist there."""
+        """Returns a conversation of two questions. The first question is about another name with
+        the same parent. The second question says only the last part of `named`. If `invented` is
+        given, the second question says `invented` instead, a last part that does not exist under
+        this parent."""
         others = [other for other in self.by_parent[named.parent] if other != named]
         before = self.random.choice(others)
         last, answer = named.last, named.sentence
@@ -178,8 +179,9 @@ class Maker:
         return known if known in self.names else min(self.names)
 
     def invent(self):
-        """Returns a new name that does not exist, made in one of four ways: the last part of a name
-        in another place, with one more word, of two words, or in a module that does not exist."""
+        """Returns a new name that does not exist, made in one of four ways: a real last part in
+        another place; a real last part with one more word; a last part of two words; a real last
+        part in a module that does not exist."""
         way = self.random.randrange(4)
         for attempt in itertools.count():
             if attempt == 100:  # a small package has few names to put together
@@ -234,7 +236,8 @@ class Maker:
 
     def join(self, made):
         """Joins some conversations with the next ones, as people ask about one thing after another:
-        two of five get one or two more, up to MAX_CHARACTERS."""
+        two of five conversations get one or two more, as long as the joined conversation has at
+        most MAX_CHARACTERS."""
         joined = []
         n_more = 0  # how many more conversations are joined to the last one
         for turns in made:
@@ -262,9 +265,10 @@ class Maker:
             'conversations': [self.conversation(split, i) for i in range(N_TEST['conversations'])]}
 
     def conversation(self, split, i):
-        """Returns a conversation of three parts. Each part is one of these: questions about a name,
-        with a follow-up; a question about a name that does not exist; small talk. The kinds of the
-        first two parts are random; i decides the kind of the last."""
+        """Returns a conversation of three parts. Each part is one of these: a question about a
+        name; a question about a name, with a follow-up; a question about a name that does not
+        exist; small talk. The kinds of the first two parts are random. i decides the kind of the
+        last part."""
         def part(kind):
             if kind == 1 and self.neighbours:
                 return self.follow_up(self.random.choice(self.neighbours), split)

@@ -30,7 +30,7 @@ if not args.input:
 texts = [read_text(path) for path in input_file_paths]
 
 def split(texts):
-    """Returns (train, val) of texts: the last tenth of all characters is for validation."""
+    """Returns (train; val) of texts: the last tenth of all characters is for validation."""
     n = sum(len(text) for text in texts)
     n_train = int(n*0.9)
     train_texts, val_texts = [], []

@@ -1,8 +1,8 @@
 """
 Prepare Tiny Shakespeare, split as nanoGPT splits it, with a BPE of 1,024 tokens that is learned from its train part:
 $ python data/shakespeare_bpe/prepare.py
-Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer. It is
-data/shakespeare/prepare.py with other defaults; your flags override them.
+Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer. This script is
+data/shakespeare/prepare.py with other defaults. Your flags override these defaults.
 """
 import os
 import runpy

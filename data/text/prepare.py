@@ -5,10 +5,10 @@ folder of such files. Each text file and each row is a document:
 $ python data/text/prepare.py mytext.txt --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py mycode mynotes --suffix=.py,.md --tokenizer=bpe:4096 --out_dir data/mine
 $ python data/text/prepare.py chunks/*.jsonl --key=content --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mine
-Every tenth document is for validation; if there are fewer than 20, the last tenth of each is. The
-texts may be larger than the memory. Interrupted at any moment and started again, it continues where
-it stopped. Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the
-folder tokenizer.
+Every tenth document is for validation. If there are fewer than 20 documents, the last tenth of each
+document is for validation. The texts may be larger than the memory. Interrupted at any moment and
+started again, the script continues where it stopped. Saves train.bin and val.bin with the ids,
+meta.json that says how to read them, and the folder tokenizer.
 """
 import contextlib
 import itertools
@@ -31,8 +31,9 @@ BPE_BYTES = 2**27
 
 
 def find_files(paths, suffixes):
-    """Returns the files that `paths` name. Of a folder these are the files with one of the endings
-    `suffixes`, in the order of their names. Raises UserError if there is none."""
+    """Returns the files that `paths` name. For a folder these are the files in it with one of the
+    endings `suffixes`, in the order of their names. Raises UserError if a path does not exist, or
+    if no file is found."""
     found = []
     for root in paths:
         if not os.path.exists(root):
@@ -113,7 +114,7 @@ class Texts:
         self.n_documents += self.n_bytes > n_before
 
     def parts(self):
-        """Yields (is_val, blocks) of each document, or of each part of one."""
+        """Yields (is_val; blocks) of each document, or of each part of a document."""
         # Many documents: every tenth as a whole.
         if len(self.sizes) == FEW:
             for i, blocks in enumerate(self.documents()):
@@ -127,8 +128,9 @@ class Texts:
             yield True, clip(blocks, int(n*0.9), n)
 
     def pieces(self):
-        """Yields (text, is_first, is_last, is_val) of each document, or of pieces of a million
-        characters of a longer one. Counts the bytes of each split in self.split_bytes."""
+        """Yields (text; is_first; is_last; is_val) of each document. A document longer than a
+        million characters is yielded in pieces of this length. Counts the bytes of each split in
+        self.split_bytes."""
         self.split_bytes = {'train': 0, 'val': 0}
         for is_val, blocks in self.parts():
             is_first = True
@@ -171,15 +173,15 @@ def in_batches(pieces, size):
 
 
 def by_split(lengths):
-    """Returns {'train', 'val'}: the lengths of each split. In `lengths` those of val are
+    """Returns {'train', 'val': the lengths of the split}. In `lengths`, the lengths of val are
     negative."""
     return {'train': lengths[lengths >= 0], 'val': -lengths[lengths < 0]}
 
 
 def cut_back(files, log, width):
-    """Truncates the open files of tokens, and the file of lengths, to the pieces that are complete;
-    to nothing if tokens of these pieces are missing. Returns the number of pieces. width: bytes of
-    a token."""
+    """Truncates the open files of tokens, and the file of lengths, to the pieces that are complete.
+    If tokens of these pieces are missing, truncates all files to nothing. Returns the number of
+    pieces. width: the number of bytes of a token."""
     lengths = np.fromfile(log.name, np.int32)
     ends = [width * int(part.sum()) for part in by_split(lengths).values()]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
@@ -193,9 +195,9 @@ def cut_back(files, log, width):
 
 def write_tokens(folder, source, texts, vocabulary, num_threads):
     """Writes the tokens of all texts to train.part.bin and val.part.bin. Called again with the same
-    source, it continues: a piece is done once its number of tokens is in lengths.part.bin. source:
-    a JSON value that tells this command from another one. Returns the numbers of tokens of the
-    pieces, {'train', 'val'}."""
+    source, the function continues: a piece is done once its number of tokens is in
+    lengths.part.bin. source: a JSON value that tells this command from another one. Returns
+    {'train', 'val': the numbers of tokens of the pieces}."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
