@@ -643,8 +643,8 @@ def llama_tensor_maps(config, naming):
 def latent_rows(config, naming):
     """Returns {module: the indices of its rows on disk, in the order that apply_rope needs}.
 
-    The modules are attn/q_b and attn/kv_a of multi-head latent attention, if the channels of RoPE
-    are interleaved on disk. Returns {} for other models."""
+    For a model with multi-head latent attention that has the channels of RoPE interleaved on disk,
+    the modules are attn/q_b and attn/kv_a. For other models, returns {}."""
     mla = config.mla
     if not mla or not naming.interleaved_rope:
         return {}

@@ -445,7 +445,7 @@ class GPT(nn.Module):
                *, deterministic: bool = True, seq_id_B: Array | None = None,
                start_BxT: Array | None = None,
                padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
-        """Returns (the Stream after the last norm; the new cache). The parameters are those of
+        """Returns (the Stream after the last norm; the new cache). The arguments are described at
         __call__, with_cache and loss. Raises ValueError if T is more than block_size."""
         cfg = self.config
         B, T = idx_BxT.shape

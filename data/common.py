@@ -317,9 +317,9 @@ def cut(blocks, size=2**20):
 
 
 def end_of_piece(text, start, stop):
-    """Returns the end of the piece of a text that begins at `start`. The end is behind the last
-    newline before `stop` that stands between two characters that are not spaces. Without such a
-    newline, the end is before the last space in front of a word; without such a space, it is
+    """Returns where the piece of a text that begins at `start` ends. The piece ends after the last
+    newline before `stop` that has no space on either side. If there is no such newline, it ends
+    before the last space in front of a word. If there is no such space either, it ends at
     `stop`."""
     end = text.rfind('\n', start + 1, stop)
     while end > start:

@@ -33,10 +33,10 @@ CHANGED = ('tokens_BxN', 'length_B', 'n_generated_B', 'done_B', 'logprob_BxN',
 
 
 class Row:
-    """Serves a Generation in place of its own Decoder, for one row.
+    """One row of a Batch. A Generation uses the Row as if it were a Decoder.
 
-    While the row has no place in the batch, `decoder` has its whole state. Otherwise `decoder` has
-    a copy of the state on the host, without the cache."""
+    While the row has no place in the batch, `decoder`, the row's own Decoder, has the row's whole
+    state. Otherwise `decoder` has a copy of the state on the host, without the cache."""
 
     def __init__(self, batch, decoder):
         self.batch = batch

@@ -640,7 +640,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_OPTIONS(self):
-        """Answers a browser's preflight request for a page whose origin --allow names."""
+        """Answers a browser's preflight request, if --allow lists the origin of the page."""
         try:
             self.check_sender()
             if not self.origin:

@@ -206,8 +206,10 @@ class Layout:
         """Wraps compute(params, frozen, batch, scale), which returns the gradients and metrics of
         the sequences that it gets. The wrapped function returns the means of these gradients and
         metrics over the replicas. With zero=1, a device keeps only its shard of the gradients
-        (reduce-scatter). On one device, and on a mesh without zero=1, returns `compute` unchanged,
-        because XLA inserts the reductions."""
+        (reduce-scatter).
+
+        Returns `compute` unchanged on one device, where there is nothing to reduce, and on a mesh
+        without zero=1, where XLA inserts the reductions."""
         def mean(*inputs):
             found = compute(*inputs)
             with jax.named_scope('all_reduce'):

@@ -26,8 +26,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     JAX_COORDINATOR_ADDRESS, if that is set. 'auto' lets JAX detect all three options (on a TPU
     pod). JAX also detects all three options if they are left out ('', 0 and -1) and Slurm, Open MPI
     or an indexed Kubernetes job has started several processes.
-    num_processes: the number of processes. 1 without an address starts alone, regardless of the
-    environment.
+    num_processes: the number of processes. With 1 and no address, the process starts
+    alone, whatever the environment says.
     process_id: the number of this process, from 0.
 
     Raises UserError if the flags do not go together, or if the processes do not find each other."""

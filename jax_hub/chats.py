@@ -79,9 +79,9 @@ def call_of(message, n=-1):
 
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
-    takes. This form is usually objects, decoded from OpenAI's JSON text. If the template fails with
-    objects or writes objects as Python dicts, the form is JSON text. If the template fails with
-    JSON text, too, the form is objects."""
+    takes. This form is objects, decoded from OpenAI's JSON text, with one exception: it is JSON
+    text if the template fails with objects, or writes objects as Python dicts, and does not fail
+    with JSON text."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -226,8 +226,8 @@ watches = []  # the Watch of this process
 
 @contextlib.contextmanager
 def time_limit(seconds):
-    """Raises TimeoutError if the block of the `with` statement computes for more than `seconds` in
-    this thread. On Windows, where threads have no clocks of their own, there is no limit."""
+    """Raises TimeoutError if the block of the `with` statement uses more than `seconds` of this
+    thread's CPU time. On Windows, where threads have no such clock, there is no limit."""
     if not hasattr(time, 'pthread_getcpuclockid'):
         yield
         return
@@ -412,8 +412,8 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns True if two things hold: `request` and `before` end with the same text, and this text
-    contains the content of the message `question`. Returns False if the message has no text.
+    """Returns whether the longest common ending of `request` and `before` contains the content of
+    the message `question`. Returns False if the message has no text.
 
     request: the text that asks for the answer. before: the text before the answer in the whole
     conversation. `request` and `before` may begin differently, because some templates write a

@@ -228,8 +228,8 @@ def is_on_hub(name):
 def download(repo, files):
     """Returns the folder of a model in the hub's cache. Downloads the model if the cache lacks it.
 
-    repo: the full name on the hub. files: patterns of the files that are wanted. With HUB_FILES, a
-    model without safetensors also gets pytorch_model*.bin."""
+    repo: the full name on the hub. files: patterns of the files that are wanted. If files is
+    HUB_FILES and the model has no safetensors, pytorch_model*.bin is downloaded, too."""
     from huggingface_hub import snapshot_download
     logging.getLogger('huggingface_hub').setLevel(logging.ERROR)  # it would report every retry
     try:

@@ -545,8 +545,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 
 def remedy_for_tokens(description, name):
-    """Returns how to make a data set with the tokens of a tokenizer, for messages. name: the model
-    or the folder that has the tokenizer."""
+    """Returns the part of an error message that says how to make a data set with the tokens of a
+    tokenizer. name: the model or the folder that has the tokenizer."""
     if description['kind'] == 'char':
         return 'the model knows characters: take a data set with the same ones'
     if description['kind'] == 'gpt2':

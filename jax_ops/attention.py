@@ -93,8 +93,8 @@ def first_key_of(position, scores, start_BxT=None):
     """Returns the first key position that causal_mask allows for a query at `position`.
 
     In packed rows (start_BxT is given) chunks are counted from the start of each conversation,
-    which differs from row to row. Then the result is a lower bound: no query attends to more than
-    the last scores.chunk positions, its own included."""
+    which differs from row to row. Then the result is only a lower bound, because a query sees at
+    most scores.chunk positions, its own included."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions

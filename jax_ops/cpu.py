@@ -142,7 +142,8 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
 
 def add_pairs(a, b):
-    """Returns [a[0] + b[0], a[1] + b[1]]: reduces two operands at once."""
+    """Returns [a[0] + b[0], a[1] + b[1]]. With this function, lax.reduce sums two operands at
+    once."""
     return [a[0] + b[0], a[1] + b[1]]
 
 

@@ -270,11 +270,11 @@ def batched_apply(f, weights, x_nxbxD, expert_n):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
-    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n_used)], with zeros for the other
-    blocks [b, D].
+    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n_used)]. The blocks [b, D] from
+    n_used on are zeros.
 
-    The gradients of the weights are accumulated in place; JAX's rule adds zeros for all experts in
-    every iteration."""
+    The gradients of the weights are accumulated in place. JAX's own gradient rule would add zeros
+    for all experts in every iteration."""
     def block(i, y):
         return y.at[i].set(f(take_expert(weights, expert_n[i]), x_nxbxD[i]))
 

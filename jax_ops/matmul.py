@@ -219,8 +219,8 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """Returns whether choose() can be used for n_rows rows of x, if this kernel is a stack of
-        matrices [E, I, O]."""
+        """For a kernel that is a stack of matrices [E, I, O]: returns whether choose() can be used
+        for n_rows rows of x."""
         return False
 
 

@@ -79,7 +79,7 @@ class Deadline:
         self.next = iter_num + ceil_div(self.max_iters - iter_num, CHECKED)
 
     def has_moved(self, iter_num, log):
-        """Measures the speed again if that is due before iteration iter_num. Returns whether
+        """Measures the speed again, if a measurement is due at iteration iter_num. Returns whether
         max_iters, the number of iterations that fit, has changed. All processes call this method,
         and have the same max_iters afterwards. log: the RunLog."""
         if iter_num < self.next or iter_num >= self.max_iters:

@@ -202,7 +202,7 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints a line if the bits per byte of a resumed run now count other bytes than before.
+    """Prints a line if a resumed run divides by other bytes than before in its bits per byte.
     earlier, now: the values of Data.bpb_bytes before and now."""
     if earlier != now:
         print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '

@@ -61,7 +61,8 @@ def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
 
 @functools.lru_cache(maxsize=1024)
 def epochs_of(order: Order) -> Callable:
-    """Returns shuffle_epoch for one Order: a function of the epoch that caches two results."""
+    """Returns shuffle_epoch for one Order, as a function of the epoch. The function keeps its last
+    two results."""
     return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
 
 

@@ -284,8 +284,8 @@ def open_program(run, data, layout, objective):
 
 
 def state_without_params(*args):
-    """Returns create_train_state(*args) without the parameters. So the parameters are not computed
-    under jit."""
+    """Returns create_train_state(*args) without the parameters. Under jit, the parameters are then
+    not computed at all."""
     return create_train_state(*args).replace(params=None)
 
 
@@ -454,8 +454,8 @@ def schedule_from_flags(flags, iter_num):
 
 
 def schedule_end(flags, iter_num):
-    """Returns the iteration at which the schedule that applies at iteration iter_num ends. This is
-    lr_decay_iters, or an earlier value of it if --minutes has moved the end since."""
+    """Returns the iteration at which the schedule of iteration iter_num ends. This is
+    lr_decay_iters, or, if --minutes has moved the end after iter_num, the end before the move."""
     for until, end in read_ends(flags['earlier_ends']).items():
         if iter_num < until:
             return end

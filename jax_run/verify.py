@@ -168,8 +168,8 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns the first batch of the interval that has a token that counts. The step is compiled
-    for the shapes of this batch. Raises UserError if no token counts."""
+    """Returns the interval's first batch with a token that counts. The step is compiled for the
+    shapes of this batch. Raises UserError if no token counts."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:

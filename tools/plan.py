@@ -90,8 +90,8 @@ def lower_train_step(flags, config, devices):
 
 def lower_decode(flags, config, devices):
     """Lowers the loop of max_new_tokens decode steps for batch_size sequences, as sample_jax.py
-    decodes, on the first tensor * expert devices. Returns what lower_train_step returns, with the
-    part 'cache' in place of 'optimizer'."""
+    decodes. It runs on the first `tensor` * `expert` devices. Returns what lower_train_step
+    returns, with the part 'cache' in place of 'optimizer'."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
     config = config_for_decoding(config, layout, config.dtype)
@@ -164,8 +164,8 @@ def shard_bytes(tree):
 
 
 def count_collectives(text):
-    """Returns {'all_gather_count': how many, 'all_gather_mb': size of their results on a device, ...}
-    of the collectives in the text of a compiled program."""
+    """Returns {'all_gather_count': how many, 'all_gather_mb': size of their results on a device,
+    ...} of the collectives in the text of a compiled program."""
     # An asynchronous collective starts and ends: the end counts, because it has only the result. On
     # a TPU a collective may be in pieces, one in each fusion that runs at the same time; the pieces
     # have the same chain_id.

@@ -122,8 +122,8 @@ def read_examples(path, enc, vocabulary, folder, source):
 
 
 def give_up(folder):
-    """Removes the parts of a data set that cannot be completed, and the folder if nothing else is
-    in it."""
+    """Removes the unfinished files of a data set, which cannot be completed, and the folder if
+    nothing else is in it."""
     remove(folder, PARTS)
     with contextlib.suppress(OSError):
         os.rmdir(folder)

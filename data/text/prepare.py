@@ -159,7 +159,7 @@ def clip(blocks, start, stop):
 
 
 def in_batches(pieces, size):
-    """Yields lists of pieces of about `size` characters."""
+    """Yields lists of pieces. The pieces of a list have about `size` characters together."""
     batch = []
     n = 0
     for piece in pieces:
