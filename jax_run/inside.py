@@ -20,7 +20,7 @@ def look_inside(model, ids, part):
     float32 array. V is the size of the vocabulary, D the width, H the number of heads. part:
     - 'logits' [T, V], for the token after each token;
     - 'hidden_states' [L + 1, T, D]: the input of the first block, then the output of each block,
-      where the output of the last block has passed the final norm, as transformers' output_hidden_states;
+      where the last one has passed the final norm, as transformers' output_hidden_states;
     - 'attention' [L, H, T, T]: the attention probabilities of a head at each position (third axis)
       for each key (last axis), as transformers' output_attentions. With a sink, a row adds up to
       less than 1.
