@@ -216,8 +216,8 @@ def text_of(task, name, default=None):
 
 
 def read_tasks(path):
-    """Returns the tasks that read_bundle finds if `path` is a folder; else the single task of the
-    file, which has no examples and no accuracy of guessing."""
+    """If `path` is a folder, returns the tasks that read_bundle finds. Otherwise returns a list of
+    one task, the items of the file `path`, without examples and without accuracy of guessing."""
     if os.path.isdir(path):
         return read_bundle(path)
     return [(Path(path).stem, read_items(path), 0, ' ', None)]
@@ -265,7 +265,7 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
 
 
 def prompts_of(item, delimiter):
-    """Returns the texts of an item of a bundle, context and continuation, one for each option."""
+    """Returns one text for each option of an item of a bundle: the context and the continuation."""
     prompts = []
     for context, continuation in pairs(item, delimiter):
         if item['kind'] == 'language_modeling':
@@ -279,8 +279,8 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     read_bundle), the result also has 'centered': 0 is as good as guessing, 1 is every item right.
 
     guessing: the accuracy of guessing in a task of a bundle; None for any other task. In a bundle,
-    'accuracy' takes the option with the highest log-probability per token and, as in nanochat,
-    prompts are cut to max_length tokens."""
+    as in nanochat, prompts are cut to max_length tokens, and the model's answer for 'accuracy' is
+    the option with the highest log-probability per token."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []

@@ -193,8 +193,8 @@ def readable(n_bytes):
 
 
 def sample_command(path, description):
-    """Returns a command that samples from the export. Its prompt is a text that the tokenizer can
-    write. path, description: see report."""
+    """Returns a command that samples from the export. The command's prompt is a text that the
+    tokenizer can write. path, description: see report."""
     # a text, or a question for a chat; GPT-2's tokenizer can write any text, so that it need not be
     # loaded (it may have to be downloaded)
     kind = description.get('kind')

@@ -59,13 +59,13 @@ class UserError(ValueError):
 
 
 class TryAgain(UserError):
-    """An error whose cause may soon be over, as a network that is down. The scripts exit with 75,
-    because a script that is started again later may succeed."""
+    """An error whose cause may soon be over, such as a network that is down. The scripts exit with
+    75, because a script that is started again later may succeed."""
 
 
 def refuse(refusals):
-    """Raises UserError if a condition in `refusals`, pairs (condition, message), is true. The first
-    such pair gives the message."""
+    """Raises UserError if a condition is true, with the message of the first such condition.
+    refusals: pairs (condition, message)."""
     for is_wrong, message in refusals:
         if is_wrong:
             raise UserError(message)
@@ -195,7 +195,7 @@ def lock_file(file, *, wait=False):
 
 
 def parse_json(text, name, remedy=''):
-    """Returns the value of a JSON text. Raises UserError for other texts, with a message that
+    """Returns the value of a JSON text. Raises UserError if the text is not JSON; the message
     begins with `name` and ends with `remedy`."""
     try:
         return json.loads(text)
@@ -368,8 +368,8 @@ def run_config_file(path, flags):
 
 
 def meant_by(path, flags):
-    """Returns a hint for an argument that names no config file, ' (did you mean ...?)', or '' if
-    there is none."""
+    """Returns a hint ' (did you mean ...?)' for an argument `path` that names no config file.
+    Returns '' if nothing similar is known."""
     if os.path.isdir(os.path.join(path, 'ckpt')) and 'out_dir' in flags:
         return f' (did you mean --out_dir={path}?)'
     folders = [Path(path).parent]
@@ -663,8 +663,8 @@ def check_flags(flags):
 @functools.cache
 def read_ends(text):
     """Reads the flag earlier_ends, such as '300:900,600:1000'. Returns {until: end}, in ascending
-    order: before iteration `until`, the schedule had this end. Raises UserError for a text of
-    another form or order."""
+    order: before iteration `until`, the schedule ended at iteration `end`. Raises UserError for a
+    text of another form or order."""
     if not re.fullmatch(r'(\d+:\d+(,\d+:\d+)*)?', text):
         raise UserError(f'earlier_ends is a list such as 300:900,600:1000, not {text}')
     pairs = [pair.split(':') for pair in text.split(',') if pair]

@@ -155,9 +155,9 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
 
 
 def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
-    """Returns change(logits_BxV) if the control is nonzero in at least one row, else the logits
-    unchanged. The compiled program decides this at run time for a control [B, 1]. A scalar control
-    is always on."""
+    """Returns change(logits_BxV) if the control is on, else the logits unchanged. A scalar control
+    is always on. A control [B, 1] is on if it is nonzero in at least one row. The compiled program
+    checks this at run time."""
     if np.ndim(control) == 0:
         return change(logits_BxV)
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
@@ -173,8 +173,8 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
     So each row has a threshold, the logit of the last token that is kept. A sort would find the
     threshold, but is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits
     are found one after the other, from the highest. For that, floats become unsigned integers in
-    the same order. A bit is set if the tokens at or above the integer with this bit still weigh
-    enough."""
+    the same order. For each bit, the weights of all tokens at or above the integer with this bit
+    are added. The bit is set if the sum is at least `amount`."""
     # integers in the order of the floats: the bits of a positive float grow with it, and get the
     # highest bit; those of a negative float shrink when it grows, and are inverted
     sign = jnp.uint32(1 << 31)
@@ -326,12 +326,13 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
            n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
-    """Generates tokens in one compiled loop. A row is finished when it has n_end new tokens (a
-    number or [B]), is longer than max_length, or is done. The loop ends when every row is finished.
+    """Generates tokens in one compiled loop, until every row is finished. The loop ends earlier if
+    an unfinished row is longer than n_slots, the number of slots of the cache, or if
+    drafts_are_useless.
 
-    A step of the loop is step_uncached if use_cache is False, step_speculative if n_draft is not 0,
-    else step_cached. The loop ends earlier if an unfinished row is longer than n_slots, the number
-    of slots of the cache, or if drafts_are_useless."""
+    A row is finished when it has n_end new tokens, is longer than max_length, or is done. n_end: a
+    number or [B]. If use_cache is False, a step of the loop is step_uncached. Otherwise a step is
+    step_cached if n_draft is 0, else step_speculative."""
     def room(state):
         """Returns the number of tokens that each row may still get, [B]."""
         new_tokens_B = n_end - state.n_generated_B
@@ -396,8 +397,8 @@ def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GP
     forward pass reads the last token and the drafts. A draft is accepted if it equals the token
     that the model samples at its position. At the first draft that differs, the row gets the
     sampled token instead, and its step ends. So the tokens are the same as with n_draft=0, in fewer
-    steps. (The paper, arXiv:2211.17192, accepts a draft with a probability, which keeps only the
-    distribution.)"""
+    steps. (The paper, arXiv:2211.17192, accepts a draft with a probability. This keeps the
+    distribution of the tokens, but not the tokens.)"""
     # the drafts: the tokens that followed the row's last tokens earlier in the row
     active_B = room_B > 0
     position_Bx1 = state.length_B[:, None] - 1
@@ -606,20 +607,20 @@ class Decoder:
         return self.n_end == self.sampling.max_new_tokens or bool(self.state.done_B.all())
 
     def close(self) -> None:
-        """Gives the cache back to the PrefixCache, if the Decoder has a PrefixCache and has read
-        its prompt."""
+        """Gives the cache back to the PrefixCache. Does nothing if the Decoder has no PrefixCache,
+        or has not read the prompt yet."""
         if self.prefix_cache is not None and self.unread is None:
             self.prefix_cache.keep(self)
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (the indices of the rows to prefill; row_B, for each row b an index into the first
-    array). Element row_B[b] of the first array is a row that begins with the same end_B[b] tokens
-    as row b.
+    """Returns (rows: the indices of the rows to prefill; row_B). Row b of the batch begins with the
+    same end_B[b] tokens as the row rows[row_B[b]].
 
-    The rows to prefill are one row of each distinct prompt, and copies of the first of these rows
-    up to a power of two, so that another number of distinct prompts rarely recompiles. If this
-    power of two is at least the number of all rows, all rows are prefilled."""
+    One row of each distinct prompt is prefilled. Copies of the first of these rows are added until
+    the number of rows is a power of two, so that a different number of distinct prompts rarely
+    causes a compilation. If this power of two is at least the number of all rows, all rows are
+    prefilled instead."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -738,20 +739,20 @@ def generate(params: dict, config: GPTConfig, idx_BxT: ArrayLike, max_new_tokens
     tokens, int32 [B, T + max_new_tokens], 0 after a row's last token. With as_result or logprobs,
     returns a GenerationResult instead.
 
-    params: as decoding reads them, see convert_params_for_decoding.
+    params: the parameters in the form for decoding, see convert_params_for_decoding.
     idx_BxT, rng, prompt_lengths_B, sample_index_B: the fields of Prompts.
-    sampling: a Sampling. max_new_tokens, changes: new values of its fields by name, as
-        temperature=0.
+    sampling: a Sampling. max_new_tokens, changes: new values for fields of `sampling`, by name,
+        such as temperature=0.
     as_result: whether to return a GenerationResult, to see which tokens belong to a row (0 may be a
         token), and why the row ended.
     logprobs: whether to return a GenerationResult with the log-probabilities of generated tokens.
 
     The prompts are prefilled in pieces; equal prompts are computed once. The last token of a prompt
     is not prefilled: the first decode step feeds it. Each new token costs the computation of one
-    position. With learned positions, nanoGPT's rule holds past block_size: a token is conditioned
-    on the last block_size tokens. Each new token changes the positions of all of these, and so
-    costs block_size positions. With RoPE, positions continue past block_size, and a layer attends
-    to the last block_size keys at most.
+    position, with one exception. With learned positions, nanoGPT's rule holds past block_size: a
+    token is conditioned on the last block_size tokens. Then each new token changes the positions of
+    these block_size tokens, and so costs block_size positions. With RoPE, positions continue past
+    block_size, and a layer attends to the last block_size keys at most.
 
     Raises UserError for invalid prompts or options."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
@@ -806,8 +807,9 @@ def with_changes(sampling: Sampling, max_new_tokens: int | None, changes: dict) 
 
 def check_cache_dtype(params: dict, config: GPTConfig, cache_dtype: str) -> None:
     """Raises UserError for an unknown cache_dtype. Raises UserError also for a cache_dtype of 8
-    bits if the bias of c_attn (of queries, keys or values) has a norm above LARGEST_BIAS in some
-    head. Beside such a bias, rounding to 8 bits loses the rest of a vector."""
+    bits if the bias of c_attn (the bias of queries, keys and values) has a norm above LARGEST_BIAS
+    in some head. Rounding a vector with such a large bias to 8 bits loses the rest of the
+    vector."""
     check_choice('cache_dtype', cache_dtype, ('auto', *CACHE_DTYPES))
     if cache_dtype not in ('int8', 'float8'):
         return
@@ -966,7 +968,7 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
     row. A pair is (log-probabilities, float32 [n]; whether no token is likelier, bool [n]), where n
     = len(ids) - start.
 
-    params: as decoding reads them.
+    params: the parameters in the form for decoding.
     items: lists of rows (ids, start). ids[start:] are scored; start is at least 1. The beginning
     that all rows of an item have in common is computed once, and the rows share its KV cache.
     max_length: the most tokens of context; 0 is the config's block_size. A longer row is split by
@@ -1162,8 +1164,8 @@ def power_of_two(n: int) -> int:
 
 
 def four_per_octave(n: int, least: int) -> int:
-    """Returns the smallest allowed size that is at least n. Allowed are multiples of `least`, at
-    most four in each doubling."""
+    """Returns the smallest allowed size that is at least n. The allowed sizes are multiples of
+    `least`. From one power of two to the next there are at most four of these sizes."""
     step = max(least, power_of_two(n) // 8)
     return ceil_div(n, step) * step
 
@@ -1180,17 +1182,18 @@ def piece_length(n_tokens: int, least: int) -> int:
 
 
 def row_width(n_tokens: int) -> int:
-    """Returns the width of the equal pieces in which scored rows of up to n_tokens are fed.
+    """Returns the width of the pieces in which scored rows of up to n_tokens tokens are fed. All
+    pieces have this width.
 
-    The width is at most PIECE, and is rounded up by four_per_octave to a multiple of 4. Rows are
-    often short, and padding to the next power of two could double their work."""
+    The width is at most PIECE. four_per_octave rounds the width up to a multiple of 4. Rounding up
+    to the next power of two instead could double the work for a short row."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 
 
 def filled(rows: list, most: int) -> list:
-    """Returns the list `rows` with copies of its first element appended, until it has a power of
-    two or `most` elements."""
+    """Returns the list `rows` with copies of its first element appended. The number of elements is
+    then a power of two, or `most` if that is less."""
     n_rows = min(most, power_of_two(len(rows)))
     return rows + rows[:1] * (n_rows - len(rows))
 

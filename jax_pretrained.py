@@ -79,8 +79,8 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
 
 def open_pretrained(path_or_name):
     """Returns (config, params) as load_pretrained does in float32, but each parameter is a
-    ParameterOnDisk, which np.asarray reads from its file. An export needs one parameter after the
-    other."""
+    ParameterOnDisk. np.asarray reads the parameter from its file. For an export, which needs only
+    one parameter at a time."""
     config, sources = open_parameters(path_or_name)
     return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
 
@@ -159,8 +159,8 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
 @contextlib.contextmanager
 def finite(name, tensor, dtype):
-    """Raises UserError if `tensor` has an infinity or NaN at the end of the block of `with
-    finite(...)`, which fills `tensor`. name, dtype: the name and dtype of the tensor, for the
+    """Checks `tensor` after the `with` block, which fills `tensor`. Raises UserError if `tensor`
+    then has an infinity or NaN. name, dtype: the name and dtype of the tensor, for the error
     message.
 
     float16 ends at 65,504: larger weights, which a merged LoRA may have, would be infinite in the
@@ -446,8 +446,8 @@ def meaning(config):
 # parameters <-> tensors on disk
 
 class TensorMap(NamedTuple):
-    """The place of a tensor on disk in a parameter: parameter[dst] = tensor[src][rows] + offset,
-    transposed if `transpose`."""
+    """Says which part of a parameter a tensor on disk fills: parameter[dst] = tensor[src][rows] +
+    offset, transposed if `transpose`."""
     name: str  # of the tensor on disk
     shape: tuple  # of the tensor on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter
@@ -559,10 +559,10 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns int [n_rows]: for each row of a matrix [n_rows, in], in the order that apply_rope()
-    needs, the index of this row on disk. n_rows = heads * head_width. On disk, the last rope_width
-    rows of each head are pairs (2j, 2j + 1). apply_rope() needs the first rows of all pairs, then
-    the second rows."""
+    """Returns the row indices on disk of a matrix [n_rows, in], listed in the order that
+    apply_rope() needs, int [n_rows]. n_rows = heads * head_width. On disk, the last rope_width rows
+    of each head are pairs (2j, 2j + 1). apply_rope() needs the first rows of all pairs, then the
+    second rows."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
@@ -697,7 +697,7 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
     """Returns the TensorMaps of one matrix or bias of all experts. Each expert has a TensorMap of
     its own, because its tensor may be dequantized while it is read.
 
-    name: the experts' name on disk. ours: the name of the experts' module in GPT, as
+    name: the experts' name on disk. ours: the name of the experts' module in GPT, such as
     'experts_c_fc'. leaf: 'kernel' or 'bias'. shape: the parameter's shape, [E, in, out] or [E,
     out]."""
     E, *_, n_out = shape
@@ -737,7 +737,8 @@ IGNORED = (r'(^|\.)h\.\d+\.attn\.(masked_)?bias$', r'rotary_emb\.inv_freq$',
 
 
 def is_needed(name, config):
-    """Returns whether a tensor on disk belongs to a parameter of GPT(config), by its name alone."""
+    """Returns whether a tensor on disk belongs to a parameter of GPT(config). Only the tensor's
+    `name` decides."""
     if any(re.search(pattern, name) for pattern in IGNORED):  # no parameter of any GPT
         return False
     layer = re.search(r'\bmodel\.layers\.(\d+)\.', name)
@@ -861,7 +862,7 @@ def load_weights(source, config, layout, change=None):
 
     change: a function of (path in the tree, array). It is applied to each float32 parameter before
     the parameter is moved to its devices and before the next parameter is read. config: the run's
-    GPTConfig; a table of learned positions is truncated to its block_size."""
+    GPTConfig. A table of position embeddings is truncated to config.block_size rows."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc

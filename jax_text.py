@@ -166,8 +166,8 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
 
     def place(path, array):
         """Returns one parameter on its devices, in the form that decoding reads. The next parameter
-        is read only after this, so that a model that becomes int8 is never in memory as a whole in
-        float32."""
+        is read only after this one is placed. So a model that becomes int8 is never in memory as a
+        whole in float32."""
         part = unflatten_dict({path: array})
         if is_one_cpu:
             # views: the device takes over kernels that the file stores [out, in]
@@ -278,13 +278,13 @@ class TextModel:
     def serve(self, requests: Iterable[str | list[dict[str, Any]] | dict[str, Any]], *,
               batch_size: int = 8, sampling: TextSampling = TextSampling(),
               **changes) -> Iterator[dict[str, Any]]:
-        """Yields the answer to each request as soon as it is finished: a dict of 'number', the
-        index of the request, and the keys of Generation.describe. At most batch_size answers are
-        generated at a time. When one ends, the next request starts.
+        """Yields the answer to each request as soon as the answer is finished: a dict of 'number',
+        the index of the request, and the keys of Generation.describe. At most batch_size answers
+        are generated at a time. When an answer ends, the next request starts.
 
         requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
         'first_sample': a number, and fields of TextSampling by name}. The next request is read only
-        when a row is free, so that a generator of requests can use the answers so far.
+        when its answer can start, so that a generator of requests can use the answers so far.
         sampling, changes: the values of options that a request does not set.
         If a request is a text, the answer's 'text' is the continuation that generate makes, without
         the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as
@@ -310,8 +310,9 @@ class TextModel:
                 yield finished
 
     def make_answer(self, number, request, sampling, batch):
-        """Yields None after each chunk of the answer to a request of serve, then the answer, a
-        dict. number: the index of the request. batch: the Batch that decodes the answer."""
+        """Generates the answer to a request of serve. Yields None after each chunk, and at the end
+        the answer, a dict. number: the index of the request. batch: the Batch that decodes the
+        answer."""
         if not isinstance(request, dict):
             request = {'prompt': request}
         names = [field.name for field in dataclasses.fields(TextSampling)]

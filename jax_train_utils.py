@@ -224,13 +224,13 @@ def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
 class Objective:
     """The loss that a training step minimizes, and the sums that an evaluation measures.
 
-    The functions `means` and `sums` take (loss_BxT; batch): the model's loss of each token; the
-    batch {'x', 'y' [B, T], ...}. Both return {name: scalar}.
-    means: the means over the samples of a training batch. The step minimizes 'loss', and logs the
-    names in `metrics`.
-    sums: the sums over the sequences of an evaluation's batch for which is_row [B] is 1. Sequences
-    for which is_row is 0 only fill up the last batch. A sample of several sequences counts once for
-    each sequence.
+    The functions `means` and `sums` have the arguments (loss_BxT, batch). loss_BxT is the model's
+    loss of each token. batch is {'x', 'y' [B, T], ...}. Both functions return {name: scalar}.
+    means: returns the means over the samples of a training batch. The step minimizes 'loss', and
+    logs the names in `metrics`.
+    sums: returns the sums over those sequences of an evaluation's batch that have is_row [B] = 1.
+    Sequences with is_row = 0 only fill up the last batch. A sample of several sequences counts once
+    for each sequence.
     has_reference: whether the batch needs 'reference_loss' [B, T]: the loss of each token, computed
     with the model without LoRA's updates and without dropout."""
     means: Callable
@@ -325,8 +325,8 @@ def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransfor
     optimizer `tx` for them.
 
     lora_rank: if it is not 0, the parameters are LoRA's updates of this rank (see create_updates),
-    and load_frozen fills in `frozen`. Call this function under jit in that case: only the shapes of
-    the model's own parameters are used, so that XLA does not compute these parameters."""
+    and load_frozen fills in `frozen`. In that case call this function under jit. XLA then does not
+    compute the model's own parameters, because only their shapes are used."""
     model = GPT(config)
     params = init_params(rng, config)
     if lora_rank:
@@ -583,7 +583,7 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
     device and call. splits: {'train': source, 'val': source}; a source is an object of a class of
     sources.py other than Mixture.
     token_bytes: number of bytes of each token id. If given, the results have 'bpb', the bits per
-    byte of the tokens that count and have bytes, except for pairs.
+    byte of the tokens that count and have bytes. The results for pairs never have 'bpb'.
     stop_signal: a function that returns a number, the same in all processes. Once this number is
     not 0, the evaluation ends and returns None.
     Raises UserError if no token counts, and for a token id outside the vocabulary."""

@@ -128,8 +128,8 @@ class GPTConfig:
 
 
 class Stream(struct.PyTreeNode):
-    """The arrays that flow from block to block. An idea that needs arrays across blocks, such as
-    the first layer's values or a skip connection, adds a field here."""
+    """The arrays that flow from block to block. To carry more arrays across blocks, such as the
+    first layer's values or a skip connection, add a field here."""
     x_BxTxD: Array
 
 
@@ -147,8 +147,8 @@ class Call(struct.PyTreeNode):
 def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
                 start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
     """Returns the Call of the tokens idx_BxT. position_BxT: the position of each token. If it is
-    not given, the positions are 0 .. T-1, or with start_BxT (packed rows) counted from the start of
-    each conversation. The other parameters are the fields of Call."""
+    not given, the positions are 0 .. T-1; with start_BxT (packed rows), they are counted from the
+    start of each conversation. The other parameters are the fields of Call."""
     in_order = position_BxT is None
     if in_order:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
@@ -224,12 +224,12 @@ def dot_product_attention(
     """Computes softmax(einsum('bthk,bshk->bhts', q, k) * scale) v (for G = H) over the keys where
     mask_BxTxS is True -> [B, T, H, K].
 
-    Softmax is in float32. scale: K**-0.5 if None or 0. cap: for soft_cap of the scores; 0 is none.
-    GQA: query head h attends to key head h // Q, where Q = H / G. The Q query heads of a group are
-    folded into the time axis. sinks_H: one more logit per head in the softmax, whose probability is
-    thrown away. dropout_rate: the share of the probabilities that is dropped. key_B: a dropout key
-    for each sequence; None is no dropout. If values have another width than keys, the result has
-    the width of the values."""
+    Softmax is in float32. scale: K**-0.5 if None or 0. cap: the limit of the scores, see soft_cap;
+    0 is no limit. GQA: query head h attends to key head h // Q, where Q = H / G. The Q query heads
+    of a group are folded into the time axis. sinks_H: for each head, one more logit in the softmax.
+    The probability of this logit is thrown away. dropout_rate: the share of the probabilities that
+    is dropped. key_B: a dropout key for each sequence; None is no dropout. If values have another
+    width than keys, the result has the width of the values."""
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
@@ -318,7 +318,7 @@ class CausalSelfAttention(nn.Module):
 @functools.partial(jax.checkpoint, static_argnums=1)
 def gelu(x: Array, approximate: bool) -> Array:
     """Computes GELU (arXiv:1606.08415) in float32, with the result in x's dtype. The backward pass
-    computes it again from x. approximate: whether GELU is approximated by tanh."""
+    computes GELU again from x. approximate: whether GELU is approximated by tanh."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate).astype(x.dtype)
 
 
@@ -403,8 +403,8 @@ class GPT(nn.Module):
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
 
     def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
-        """Returns (logits as in __call__; the new cache). The T tokens attend to the KV cache (see
-        init_cache), to which this call adds them. PAD in position_BxT marks padding."""
+        """Returns (logits as in __call__; the new cache). This call adds the T tokens to the KV
+        cache (see init_cache), and they attend to the cache. PAD in position_BxT marks padding."""
         stream, cache = self.hidden(idx_BxT, position_BxT, cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
@@ -433,7 +433,7 @@ class GPT(nn.Module):
 
     def embed(self, idx_BxT: Array, call: Call) -> Stream:
         """Returns the Stream into the first block: the embeddings of the tokens idx_BxT, plus
-        learned positions if the model has them, after dropout."""
+        the embeddings of their positions if the model has a wpe. Dropout applies to the sum."""
         cfg = self.config
         x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
@@ -492,8 +492,9 @@ def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Arr
       config.attention (see choose_attention, jax_devices) masks by index.
     - A piece of a prompt with a long KV cache (T S >= 2^18): blockwise, without materializing all
       scores.
-    - Otherwise the plain formula: attention='xla', and the usual decode step. A decode step has few
-      queries; its keys are slots of the cache, and the mask uses their positions.
+    - All other calls, such as those with attention='xla' and the usual decode step: the plain
+      formula. A decode step has few queries. Its keys are slots of the cache, and the mask uses the
+      positions of these keys.
 
     key_position_BxS: positions of the keys in a KV cache; None if the keys come from the call. The
     other parameters are those of dot_product_attention."""
@@ -600,8 +601,8 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
     Returns (the keys and values that the queries attend to, {name: [B, S, G, K]}; their positions,
-    [B, S] or [1, S]; the new cache). S is the number of slots. For a ring, S may be the number of
-    slots plus T; the old keys and values of all slots then come before the T new ones."""
+    [B, S] or [1, S]; the new cache). S is the number of slots. In some calls with a ring, S is the
+    number of slots plus T: the old keys and values of all slots come first, then the T new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
@@ -769,7 +770,7 @@ def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slot
                n_draft: int, as_bits: bool) -> dict:
     """Returns a copy of a KV cache with n_slots slots, or an empty cache if `cache` is None.
 
-    The cache must not have wrapped around yet, because every token keeps its slot. The other
+    Every token keeps its slot. Therefore the cache must not have wrapped around yet. The other
     parameters are those of init_cache."""
     larger = init_cache(config, batch_size, n_slots, dtype, n_draft, as_bits=as_bits)
     if cache is None:

@@ -91,9 +91,9 @@ from jax_run.speed import report_speed
 
 
 def read_prompts(start, each_line, chat):
-    """Returns the prompts that --start gives: a list of texts, in a chat of texts and dicts (see
-    read_prompt). each_line: whether each line of a text file is a prompt. Raises UserError if the
-    file has no prompts, or a line that is not a prompt."""
+    """Returns the list of the prompts that --start gives. A prompt is a text; in a chat, it may
+    also be a dict (see read_prompt). each_line: whether each line of a text file is a prompt.
+    Raises UserError if the file has no prompts, or a line that is not a prompt."""
     if not start.startswith('FILE:'):
         return [start]
     # a file of JSON lines, of a prompt in each line, or of a single prompt

@@ -119,9 +119,9 @@ CHAT_TOKENS = ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
     """Returns the vocabulary for the flag --tokenizer, see TOKENIZER_HELP.
 
-    has_chat: whether bpe:N also has CHAT_TOKENS. texts, train_texts: functions that return an
-    iterable of all texts, and of the training texts, which bpe:N learns from; None in a script that
-    learns no vocabulary. Raises UserError for a value that is not possible."""
+    has_chat: whether bpe:N also has CHAT_TOKENS. texts: a function that returns an iterable of all
+    texts. train_texts: the same for the training texts, from which bpe:N learns. Both are None in a
+    script that learns no vocabulary. Raises UserError for a value that is not possible."""
     kind, _, size = wanted.partition(':')
     if has_chat and kind != 'bpe':
         fail(f'--chat is for a vocabulary of its own, as --tokenizer=bpe:4096, not {wanted}')
@@ -153,10 +153,10 @@ def train_bpe(texts, size, has_chat=False):
     """Returns a byte-level BPE of at most `size` tokens: END; with has_chat also CHAT_TOKENS; the
     256 bytes; and the merges that occur at least twice in the texts.
 
-    A pattern splits the text, and a token is a part of one match: a word with the space before it,
-    a digit, or punctuation with the newlines after it. The pattern is Qwen2's, because llama.cpp
-    only splits by patterns that it knows. A pattern with newline and indentation in one token has
-    4% (bpe:1024) to 6% (bpe:4096) fewer tokens for Python."""
+    A pattern splits the text into matches. A match is a word with the space before it, a digit, or
+    punctuation with the newlines after it. A token is a part of one match. The pattern is Qwen2's,
+    because llama.cpp only splits by patterns that it knows. A pattern with newline and indentation
+    in one token has 4% (bpe:1024) to 6% (bpe:4096) fewer tokens for Python."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from jax_hub.gguf_files import QWEN2_SPLIT
@@ -200,8 +200,8 @@ def gpt2_encoding():
 def load_model_tokenizer(model, template=None, stop_text=None):
     """Returns (HFTokenizer; Vocabulary) of a model. model: a Hugging Face folder or owner/name, the
     out_dir of a run, a data set, or gpt2. template: a chat template, a text, in place of the
-    model's. stop_text: the text that ends the answers of this template if the model has no token
-    that ends a text. Raises UserError if the tokenizer cannot be read."""
+    model's. stop_text: the text that ends the answers of this template. It has no effect if the
+    model has a token that ends a text. Raises UserError if the tokenizer cannot be read."""
     from jax_hub.tokenizers import HFTokenizer, write_template, write_tokenizer
     source = find_tokenizer(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -299,7 +299,7 @@ def cut(blocks, size=2**20):
     """Cuts a text that comes in blocks into pieces of at most `size` characters, and yields (piece;
     is_last).
 
-    If possible, a piece ends behind a newline between two characters that are not spaces. At such a
+    If possible, a piece ends after a newline between two characters that are not spaces. At such a
     cut, GPT-2's BPE, bpe:N and similar tokenizers have the same tokens as for the whole text.
     Otherwise a piece ends before a space between two words. At such a cut, most other tokenizers
     have the same tokens as for the whole text, too. A tokenizer that puts a space before a text
@@ -317,10 +317,10 @@ def cut(blocks, size=2**20):
 
 
 def end_of_piece(text, start, stop):
-    """Returns where the piece of a text that begins at `start` ends. The piece ends after the last
-    newline before `stop` that has no space on either side. If there is no such newline, it ends
-    before the last space in front of a word. If there is no such space either, it ends at
-    `stop`."""
+    """Returns the index in a text at which a piece ends. The piece begins at `start`. It ends after
+    the last newline before `stop` that has no space on either side. If there is no such newline,
+    the piece ends before the last space in front of a word. If there is no such space either, the
+    piece ends at `stop`."""
     end = text.rfind('\n', start + 1, stop)
     while end > start:
         # GPT-2's BPE would join the newline to a space before it, at the end of a text only
@@ -364,19 +364,21 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_by
 
 def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
                     **meta):
-    """Completes a data set from train.part.bin and val.part.bin. First writes meta.json, with the
-    keys of `meta` too, the files of the tokenizer, and `files`, {name: bytes, or the path of a file
-    that gets this name}. Then renames the tokens, train.bin last: without train.bin a folder is not
-    a data set, and with train.bin but without meta.json it would count as GPT-2's tokens.
+    """Completes a data set from train.part.bin and val.part.bin. First writes the files of the
+    tokenizer; `files`, {name: bytes, or the path of a file that gets this name}; and meta.json,
+    which also gets the keys of `meta`. Then renames the files of tokens, train.bin last. This order
+    is needed because a folder counts as a data set once it has train.bin. Without meta.json, its
+    tokens would count as GPT-2's.
 
     lengths, block_size: for a data set of rows; lengths is {'train', 'val': the number of tokens of
     each document}. n_bytes: {'train', 'val': the UTF-8 bytes of the texts, in chats only of the
     parts that count}; None if unknown. Returns the number of tokens {'train', 'val'}. If a split
-    has too few tokens or no full row, removes the parts and raises UserError.
+    has too few tokens or no full row, removes the files PARTS and raises UserError.
 
     meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
-    the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same tokens as
-    load_token_bytes counts them. A "tokenizer" of the kind 'folder' has its tokens_digest."""
+    the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same texts, but
+    counted per token (see load_token_bytes). A "tokenizer" of the kind 'folder' has its
+    tokens_digest."""
     folder = Path(folder)
     paths = {split: folder / f'{split}.part.bin' for split in ('train', 'val')}
     sizes = {}
@@ -541,9 +543,9 @@ def write_rows(path, dtype, lengths, block_size):
 
 
 def fill_rows(lengths, size, n_waiting=1000):
-    """Yields (document; n) for the documents that fill rows of `size` tokens, one after the other.
-    n: the number of tokens that are taken from the document. lengths: the number of tokens of each
-    document.
+    """Yields (index of a document; n) for the documents that fill rows of `size` tokens, one after
+    the other. n: the number of tokens that are taken from the document. lengths: the number of
+    tokens of each document.
 
     Uses best fit, as nanochat's loader: takes the longest of the next n_waiting documents that fits
     into the rest of the row. If no document fits, takes the shortest and crops it."""

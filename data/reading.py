@@ -76,7 +76,8 @@ def read_rows(path, columns=None):
 
 
 def numbered(kind, rows):
-    """Yields (place, row) of rows, counted from 1. kind: the word of the place, 'row' or 'line'."""
+    """Yields (place, row) for each row. The place is 'row 1' for kind='row' or 'line 1' for
+    kind='line', and so on."""
     for number, row in enumerate(rows, 1):
         yield f'{kind} {number}', row
 

@@ -281,7 +281,8 @@ class Job:
                 'created': self.created, 'model': self.model, 'choices': choices}
 
     def usage(self):
-        """Returns the numbers of tokens. The tokens of each prompt count once, whatever n is."""
+        """Returns the numbers of tokens. The tokens of each prompt count once, even if the request
+        asks for n > 1 answers to each prompt."""
         n_prompt = sum(end.n_prompt for end in self.ends[::self.n])
         n_new = sum(end.n_new for end in self.ends)
         return {'prompt_tokens': n_prompt, 'completion_tokens': n_new,
@@ -350,8 +351,8 @@ class Server(ThreadingHTTPServer):
 
     def take_turns(self):
         """Makes one chunk of each answer in turn, until stop() is called and the answers under way
-        have ended. Before an answer under way goes on, all waiting requests begin (up to batch_size
-        answers in all), so that the prompts of the new answers are read together."""
+        have ended. Before each chunk, the answers to all waiting requests begin, but at most
+        batch_size answers are under way. So the prompts of the new answers are read together."""
         answers = collections.deque()
         while answers or not self.is_ending:
             new = []
@@ -403,9 +404,9 @@ class Server(ThreadingHTTPServer):
             return ready[0]
 
     def answer(self, job):
-        """Makes the answer to a Job and yields True after each chunk; in the shared batch, also
-        once before the first chunk. Stops if the client goes away. An exception is put into
-        job.events as a Refusal, which the client gets, and the server goes on."""
+        """Makes the answer to a Job and yields True after each chunk. For an answer in the shared
+        batch, also yields True once before the first chunk. Stops if the client goes away. Puts an
+        exception into job.events as a Refusal. The client gets the Refusal; the server goes on."""
         try:
             if job.is_gone():
                 return
@@ -651,9 +652,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def check_sender(self):
         """Raises Refusal if the request comes from a page of another site and --allow does not name
-        that site. The browser sends the site as Origin. As Host, the browser sends the name by
-        which the page has found this machine. Host must be an address or a name of this server,
-        because a site can point a name of its own to this machine (DNS rebinding)."""
+        that site. The browser sends two headers: Origin is the site of the page, and Host is the
+        name under which the page has found this machine. Host must be an address, a name of this
+        server, or a name in --allow, because a site can point a name of its own to this machine
+        (DNS rebinding)."""
         host = self.headers.get('Host', '')
         names = ('localhost', self.server.host, socket.gethostname(), *self.server.allowed_names)
         allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])

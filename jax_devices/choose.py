@@ -172,8 +172,8 @@ def with_experts(config, layout):
 
 
 def config_for_decoding(config, layout, dtype):
-    """Returns the config as decoding executes it on a Layout, in `dtype`. Raises UserError for a
-    model that the devices cannot split."""
+    """Returns the config for decoding on a Layout: with `dtype`, and with the way of computing
+    experts that suits the devices. Raises UserError for a model that the devices cannot split."""
     layout.validate(config)
     config = dataclasses.replace(config, dtype=dtype)
     return with_experts(config, layout)[0]

@@ -62,8 +62,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
 
 def launcher_started_several():
-    """Returns whether the environment names several processes that JAX can detect. It does so in
-    four cases: under Slurm; under Open MPI; in an indexed Kubernetes job; if
+    """Returns whether the environment names several processes that JAX can detect. This is true
+    under Slurm or Open MPI with several processes, in an indexed Kubernetes job, and if
     JAX_COORDINATOR_ADDRESS is set. Raises UserError for torchrun or SkyPilot with several
     processes, because JAX does not detect these processes, and each would train alone."""
     def has_several(variable):

@@ -98,8 +98,8 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     first.
 
     device: the flag --device. deterministic: whether GPUs compute the same bits in every run, at a
-    cost; CPUs do so anyway. init_from, out_dir: the flags of training. If they resume a run, the
-    config.json of that run may ask for deterministic, too."""
+    cost; CPUs do so anyway. init_from, out_dir: the flags of training. If init_from is 'resume' or
+    'auto', the config.json in out_dir may ask for deterministic, too."""
     if init_from in ('resume', 'auto'):
         # a damaged file says nothing; all flags are in the checkpoint, too
         with contextlib.suppress(UserError):
@@ -350,7 +350,8 @@ def cpu_name():
 # measuring
 
 def describe_environment(devices):
-    """Returns the environment of a measurement, for its JSON document."""
+    """Returns {name: value} of the devices and software that a measurement uses, for the JSON
+    document of the measurement."""
     return {
         'device': devices[0].device_kind,
         'n_devices': len(devices),
@@ -403,7 +404,8 @@ class Stopwatch:
         jax.monitoring.register_event_duration_secs_listener(self.count)
 
     def count(self, event, seconds, **attributes):
-        """Adds the seconds of an event of jax, which calls this method for each event."""
+        """Adds the seconds of an event to those of compilation, or to those that the cache has
+        saved. jax calls this method for each of its events."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
         if event == '/jax/compilation_cache/compile_time_saved_sec':

@@ -65,10 +65,10 @@ def as_peft_number(alpha):
 
 
 def name_targets(modules, others):
-    """Returns the names by which peft finds the modules of an adapter. These are the ends of the
-    modules' names, such as 'q_proj'. They are the whole names if a module in `others` has the same
-    end, or if the model has a vision part. Raises UserError if peft would still find a module of
-    experts in `others`."""
+    """Returns the names by which peft finds the modules of an adapter. Usually these are the ends
+    of the modules' names, such as 'q_proj'. If a module in `others` has the same end, or if the
+    model has a vision part, returns the whole names. Raises UserError if a module of experts in
+    `others` has the same end, because peft would find that module by the whole names, too."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

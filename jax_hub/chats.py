@@ -79,9 +79,9 @@ def call_of(message, n=-1):
 
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
-    takes. This form is objects, decoded from OpenAI's JSON text, with one exception: it is JSON
-    text if the template fails with objects, or writes objects as Python dicts, and does not fail
-    with JSON text."""
+    takes. By default the arguments are objects, decoded from OpenAI's JSON text. The arguments are
+    JSON text instead if two conditions hold: the template fails with objects or writes objects as
+    Python dicts; and the template does not fail with JSON text."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -268,7 +268,7 @@ def encode_training_chat(tokenizer, chat, counted=None):
     Some templates write this token only at the beginning of the next message. For such a template,
     the function adds the token to the last answer.
 
-    Raises UserError if the template refuses the messages, writes an answer anywhere but behind the
+    Raises UserError if the template refuses the messages, does not write an answer after the
     generation prompt, or writes another message into an answer."""
     # the parts of the text that count: as the template marks them, or the answers with their ends
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
@@ -328,7 +328,7 @@ def bytes_of_spans(text, starts, ends):
 def leave_out(tokenizer, chat, spans, left_out):
     """Returns `spans`, as render_marked returns them, without the spans of some answers. left_out:
     the indices of these answers among the messages. Raises UserError if the template does not mark
-    such an answer apart from the other answers."""
+    such an answer by a separate span."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -358,12 +358,12 @@ class Answer(NamedTuple):
 
 
 def find_answer(tokenizer, chat, i, text):
-    """Returns an Answer: where message i of a Chat, which is an answer, is in `text`, the rendering
-    of the Chat.
+    """Finds message i of a Chat, an answer, in `text`, the rendering of the Chat. Returns an
+    Answer.
 
     Renders the Chat with a mark in place of the answer, to see the text that the template writes
     around the answer, even if the template rewrites earlier turns. Raises UserError if the template
-    does not write the answer behind the text that asks for it."""
+    does not write the answer after the text that asks for the answer."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')
@@ -554,13 +554,12 @@ def mark_answer(message):
 
 
 def find_end(answer, text, specials, stop_tokens):
-    """Returns (start; end) of the part of an Answer that counts in training, in `text`, the text of
-    all messages.
+    """Returns (start; end) of the part of `text` that counts in training for an Answer.
 
-    specials: the Specials of the text. An answer ends with the first special token behind its text,
-    or with a stop token right behind that special token (Command R's
-    <|END_RESPONSE|><|END_OF_TURN_TOKEN|>). An answer with tool calls may have other special tokens
-    around the calls."""
+    text: the text of all messages. specials: the Specials of `text`. An answer ends with the first
+    special token after the words of the answer. If a stop token directly follows this special
+    token, the answer ends with the stop token (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
+    An answer with tool calls may have other special tokens around the calls."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
@@ -590,10 +589,10 @@ def find_end(answer, text, specials, stop_tokens):
 
 def find_next_end(tokenizer, chat, behind):
     """Returns the ids that end the last answer of a Chat, for a template that writes these ids only
-    at the beginning of the next message. A model generates them before it stops. Returns [] if
+    at the beginning of the next message. A model generates these ids before it stops. Returns [] if
     there are no such ids.
 
-    behind: the text that the template writes behind the answer if no message follows."""
+    behind: the text that the template writes after the answer if no message follows."""
     # render the conversation with a message that follows
     *messages, last = chat.messages
     follower = {'role': 'tool' if last.get('tool_calls') else 'user', 'content': 'x'}

@@ -359,9 +359,10 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}: linear scaling divides positions by the factor, and needs no other values. The
-    parameters of this function and the next ones: RoPE's parameters, RopeScaling's factor, and its
-    original_length."""
+    """Returns {}: linear scaling divides positions by the factor, and needs no other values.
+
+    linear, llama3, yarn and longrope take the same arguments. rope: RoPE's parameters. factor,
+    length: RopeScaling's factor and original_length."""
     return {}
 
 

@@ -47,9 +47,9 @@ shown_warnings = set()  # lines; each is printed once in a process
 
 @contextlib.contextmanager
 def telling_warnings(folder):
-    """Prints each warning that transformers gives during the `with` block as a line on stderr, once
-    in a process. Leaves out SETTLED_WARNINGS, and prints none if the block fails. folder: the
-    folder that the block reads."""
+    """Collects the warnings that transformers gives during the `with` block, and prints them on
+    stderr after the block. Each warning is one line, printed once in a process. Leaves out
+    SETTLED_WARNINGS. Prints nothing if the block fails. folder: the folder that the block reads."""
     logger = logging.getLogger('transformers')
     handlers, level = logger.handlers, logger.level
     found = Collected()
@@ -82,8 +82,9 @@ class Collected(logging.Handler):
 def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
-    Only this function imports transformers, after jax has found its devices, because transformers
-    imports PyTorch if that is installed. Raises UserError if transformers is not installed."""
+    transformers imports PyTorch if PyTorch is installed. Therefore only this function imports
+    transformers, and it is called after jax has found its devices. Raises UserError if transformers
+    is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers
@@ -118,8 +119,8 @@ def path_inside(folder, name):
 # the config.json of a model
 
 def read_config_json(folder):
-    """Returns the content of the config.json of a folder, {} without one. Raises UserError for
-    sizes above LENGTHS, which would fill the memory with lists."""
+    """Returns the content of the config.json of a folder, {} without one. Raises UserError if
+    a size is above its limit in LENGTHS, because such sizes would fill the memory with lists."""
     path = path_inside(folder, 'config.json')
     config = read_json(path, optional=True)
     for part in (config, text_config(config)):

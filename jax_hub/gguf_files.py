@@ -151,9 +151,9 @@ def check_range(name, x, kind):
 def add_tokenizer(writer, types, tokenizer, vocab_size):
     """Adds the tokens, merges, end tokens and chat template of a tokenizer to a GGUFWriter.
 
-    A vocabulary of characters is written as a tokenizer of RWKV, because llama.cpp has only this
-    tokenizer that takes the longest match and needs no end token. types: gguf.TokenType.
-    vocab_size: the model's; [PAD...] tokens fill the vocabulary up to this size. Raises UserError
+    A vocabulary of characters is written as a tokenizer of RWKV: of llama.cpp's tokenizers, only
+    RWKV's takes the longest match and needs no end token. types: gguf.TokenType. vocab_size: the
+    size of the model's vocabulary; [PAD...] tokens are added up to this size. Raises UserError
     for a tokenizer that llama.cpp does not have."""
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '

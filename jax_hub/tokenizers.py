@@ -32,7 +32,7 @@ READ_FILES = (
 
 
 def import_chats():
-    """Returns the module of chat templates, which only chats need."""
+    """Imports jax_hub.chats and returns the module. Only chats need this module."""
     from jax_hub import chats
     return chats
 
@@ -142,9 +142,10 @@ class HFTokenizer:
         self.has_letters_only = is_plain and all(len(token) == 1 for token in self.ids)
 
     def read_ends(self, configs, size):
-        """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for the
-        tokens that begin and end a text by their names first, then by the ids in `configs`. size:
-        the number of rows of the model's embedding; start_token and end_token are below it."""
+        """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for two
+        tokens, the one that begins a text and the one that ends a text: first by name, then by the
+        ids in `configs`. size: the number of rows of the model's embedding; start_token and
+        end_token are smaller than `size`."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -170,8 +171,8 @@ class HFTokenizer:
 
     def encode(self, text, begin=True):
         """Returns the ids of a text. If `begin`, the ids include the tokens that the tokenizer puts
-        before a text. The tokens that the tokenizer puts behind a text are always left out, because
-        more tokens are scored or generated there."""
+        before a text. The tokens that the tokenizer puts after a text are always left out, because
+        the text goes on: further tokens are scored or generated."""
         self.check_characters(text)
         ids = self.tokenizer.encode(whole_characters(text), add_special_tokens=begin).ids
         return ids[:len(ids) - self.n_behind] if begin else ids
@@ -184,7 +185,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def n_behind(self):
-        """The number of tokens that the tokenizer puts behind each text."""
+        """The number of tokens that the tokenizer puts after each text."""
         is_added = self.tokenizer.encode('a').special_tokens_mask
         return is_added[::-1].index(0) if 0 in is_added else 0
 
@@ -251,11 +252,11 @@ def read_folder(folder, is_copy=False):
     """Returns (Tokenizer; special tokens; transformers' tokenizer) of a folder.
 
     The Tokenizer is of the library tokenizers. The special tokens are {'bos_token': text, ...}.
-    transformers' tokenizer is None if two things hold: tokenizer.json says all (is_as_filed), and
-    tokenizer.json has all tokens that the settings name (adds_none; not checked for a copy). A
-    folder with a chat template always needs transformers' tokenizer. is_copy: whether
-    copy_tokenizer has written the folder. Raises UserError if the files cannot be read, and for a
-    link out of the folder."""
+    transformers' tokenizer is None if two things hold: tokenizer.json describes the tokenizer
+    completely (is_as_filed), and tokenizer.json has all tokens that tokenizer_config.json names
+    (adds_none; not checked for a copy). A folder with a chat template always needs transformers'
+    tokenizer. is_copy: whether copy_tokenizer has written the folder. Raises UserError if the files
+    cannot be read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -298,9 +299,9 @@ def open_with_transformers(folder):
 
 
 def is_own_copy(settings):
-    """Returns whether copy_tokenizer has written a folder. settings: its tokenizer_config.json.
-    transformers 5 writes "backend" beside another class; only copy_tokenizer writes both "backend"
-    and AS_FILED."""
+    """Returns whether copy_tokenizer has written a folder. settings: the content of the folder's
+    tokenizer_config.json. Only copy_tokenizer writes both the key "backend" and the class AS_FILED;
+    transformers 5 writes "backend" with another class."""
     return settings.get('tokenizer_class') == AS_FILED and 'backend' in settings
 
 
@@ -510,8 +511,8 @@ def probe_ids(tokenizer):
 
 
 def tokens_digest(tokenizer):
-    """Returns a digest of a Tokenizer of the library tokenizers: of its vocabulary, of the ids of
-    PROBE, and of the ids of words around its first added tokens."""
+    """Returns a digest of a Tokenizer of the library tokenizers. The digest covers its vocabulary,
+    the ids of PROBE, and the ids of a text in which words stand beside its first added tokens."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())[:N_PROBED]
     is_plain = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = False
@@ -529,10 +530,12 @@ def digest(content):
 def check_tokens(data, dataset, model, model_name, vocab_size):
     """Returns the description of the tokenizer of a run that trains a pretrained model on a data
     set. data, model: the descriptions of the tokenizers of the data set and of the model; `model`
-    may be None (unknown). dataset, model_name: names for the message. vocab_size: the model's.
+    may be None (unknown). dataset, model_name: names for the error message. vocab_size: the size of
+    the model's vocabulary.
 
     Raises UserError if the ids of the data set and of the model mean different tokens. If the
-    model's tokenizer is unknown, the data set's tokenizer must consist of vocab_size characters."""
+    model's tokenizer is unknown, raises UserError unless the data set's tokenizer is of the kind
+    'char' with vocab_size characters."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
@@ -559,8 +562,8 @@ def remedy_for_tokens(description, name):
 # writing
 
 def write_char_tokenizer(chars, folder):
-    """Writes tokenizer.json and tokenizer_config.json of a vocabulary of characters, `chars` in the
-    order of their ids: a BPE without merges."""
+    """Writes tokenizer.json and tokenizer_config.json for a vocabulary of characters. The tokenizer
+    is a BPE without merges. chars: the characters in the order of their ids."""
     from tokenizers import Tokenizer, decoders, models
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
     tokenizer.decoder = decoders.Fuse()
@@ -589,7 +592,8 @@ def write_gpt2_tokenizer(folder):
 
 
 def write_tokenizer(description, folder):
-    """Writes a tokenizer of any kind to `folder`, with the files of the kind 'folder'."""
+    """Writes a tokenizer of any kind to `folder`, which then has a tokenizer of the kind
+    'folder'."""
     match description:
         case {'kind': 'char', 'chars': chars}:
             write_char_tokenizer(chars, folder)

@@ -88,7 +88,8 @@ class TorchUnpickler(pickle.Unpickler):
         **{('torch', name): dtype for name, dtype in STORAGES.items()}}
 
     def __init__(self, archive):
-        """Reads the pickle in `archive`, an open ZipFile. Raises UserError if there is none."""
+        """Reads the pickle in `archive`, an open ZipFile. Raises UserError unless the archive holds
+        exactly one data.pkl in a folder."""
         self.archive = archive
         pickles = [name for name in archive.namelist() if name.endswith('/data.pkl')]
         if len(pickles) != 1:
@@ -110,7 +111,8 @@ class TorchUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid):
         """Returns the Storage for `pid`: ('storage', dtype, key, device, number of elements).
-        Raises UserError for an unknown dtype, or if the storage has another number of elements."""
+        Raises UserError for an unknown dtype, or if the storage does not have the number of
+        elements in `pid`."""
         _, dtype, key, _, n_elements = pid
         if dtype not in STORAGES.values():
             raise UserError(f'a storage of the type {dtype!r:.80}')

@@ -70,7 +70,8 @@ def refuse_mlx(tensors, source):
 
 
 def common_dtype(arrays):
-    """Returns the one of DTYPES that all arrays have, or 'float32'."""
+    """If all arrays have the same dtype, and it is one of DTYPES, returns its name. Otherwise
+    returns 'float32'."""
     names = {x.dtype.name for x in arrays}
     if len(names) == 1 and names <= set(DTYPES):
         return names.pop()
@@ -206,7 +207,7 @@ def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
     """Writes the tensors make_tensor(name) as model.safetensors, or as several files of at most
     shard_bytes with an index. A tensor that is larger than shard_bytes has a file of its own.
 
-    shapes: {name: shape}. dtype: the name of their type."""
+    shapes: {name: shape}. dtype: the name of the tensors' type."""
     from huggingface_hub import split_state_dict_into_shards_factory
     itemsize = jnp.dtype(dtype).itemsize
     shards = split_state_dict_into_shards_factory(
@@ -225,7 +226,7 @@ def write_safetensors(path, shapes, make_tensor, dtype):
     """Writes a safetensors file of the tensors make_tensor(name). Each tensor is made when it is
     written, so that memory holds one tensor at a time.
 
-    shapes: {name: shape}. dtype: the name of their type."""
+    shapes: {name: shape}. dtype: the name of the tensors' type."""
     # The header says where each tensor begins and ends.
     code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
     itemsize = jnp.dtype(dtype).itemsize
@@ -318,7 +319,7 @@ def dequantize_lazily(tensors, block, source):
     indexed, and returns {name: array}.
 
     tensors: {name: array}. block: (rows, columns) of a block of float8. source: the name of
-    their file, for messages. Raises UserError for scales that do not fit."""
+    the tensors' file, for messages. Raises UserError for scales that do not fit."""
     result = dict(tensors)
     for name in tensors:
         # MXFP4: NAME_blocks and NAME_scales become NAME.

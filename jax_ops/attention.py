@@ -92,9 +92,9 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 def first_key_of(position, scores, start_BxT=None):
     """Returns the first key position that causal_mask allows for a query at `position`.
 
-    In packed rows (start_BxT is given) chunks are counted from the start of each conversation,
-    which differs from row to row. Then the result is only a lower bound, because a query sees at
-    most scores.chunk positions, its own included."""
+    In packed rows (start_BxT is given) chunks begin with each conversation, at positions that
+    differ from row to row. Then the result for chunks is only a lower bound. It assumes that the
+    query sees scores.chunk positions, the query's own included; no query sees more."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions

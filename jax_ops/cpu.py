@@ -20,7 +20,7 @@ INT_LANES = 32
 
 def as_row_major(x):
     """Returns x. On a CPU without a mesh, asks XLA to store x row-major at this point. On a mesh,
-    XLA could not partition that."""
+    does not ask, because XLA could not partition such a layout constraint."""
     try:
         from jax.experimental.layout import Layout, with_layout_constraint
     except ImportError:  # without it, this is only slower
@@ -38,9 +38,9 @@ def as_row_major(x):
 
 
 def transpose_materialized(x):
-    """Computes x.swapaxes(-1, -2). On a CPU, bfloat16 is also moved in memory: XLA:CPU's fast
-    bfloat16 matmul takes row-major [M, K] and [K, N] only, and converts everything else to float32
-    (2.3 times slower, docs/lab_log.md#matmul)."""
+    """Computes x.swapaxes(-1, -2). On a CPU, bfloat16 is also moved in memory, because XLA:CPU's
+    fast bfloat16 matmul takes row-major [M, K] and [K, N] only. XLA:CPU converts all other operands
+    to float32, which makes the matmul 2.3 times slower (docs/lab_log.md#matmul)."""
     x = x.swapaxes(-1, -2)
     if x.dtype == jnp.bfloat16:
         x = as_row_major(x)
@@ -67,7 +67,7 @@ def nt(x_RxI, w_OxI, dtype=jnp.float32):
 
 def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     """Computes x @ w.T as (w @ x.T).T. XLA:CPU repacks the right operand of a matmul. In this form
-    that is x, which is small (docs/lab_log.md#weights-on-the-left)."""
+    the right operand is x.T, which is small (docs/lab_log.md#weights-on-the-left)."""
     # five rows take longer than eight
     R = len(x_RxI)
     n_padding = -R % 4 if R > 1 else 0
@@ -163,9 +163,10 @@ def add_up(products):
 def chosen_rows(w_ExOxI, matrix_R, shape):
     """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]; shape replaces the axis of I elements.
 
-    Gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result. A
-    slice w[e] would be copied; or the loop that reads it would not be vectorized, because LLVM then
-    loads e again for each element (docs/lab_log.md#experts-in-decoding)."""
+    Gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result. With
+    a slice w[e] instead, either the slice would be copied, or the loop that reads the slice would
+    not be vectorized, because LLVM would load e again for each element
+    (docs/lab_log.md#experts-in-decoding)."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
@@ -241,8 +242,8 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
 
 def int16_levels(n):
     """Returns the largest magnitude of activations that are quantized to int16, for matmuls that
-    sum n terms. The sum must fit into int32, and a value must be 256 a + b with a and b in int8.
-    For n = 768 it is 22,017."""
+    sum n terms. The sum must fit into int32, and each activation must equal 256 a + b with a and b
+    in int8. For n = 768 the result is 22,017."""
     most_in_two_halves = 127 * 256 + 127
     most_in_a_sum = (2**31 - 1) // (127 * n)
     return min(most_in_two_halves, most_in_a_sum)
@@ -275,7 +276,7 @@ def nt_int16_row(x_1xI, w_OxI):
 
 def int16_sums(x, w):
     """Computes (x * w).sum(-1) in int32, for int16 x [..., 1, I] and (u)int8 w [..., O, I]. As in
-    nt_bfloat16_row, it computes INT_LANES sums side by side, of two rows of w at a time.
+    nt_bfloat16_row, the loop computes INT_LANES sums side by side, of two rows of w at a time.
 
     A Python loop adds the int16_lane_terms(I) products of each sum. If a reduction added these
     products, jaxlib 0.10 would compile this reduction and the final reduction over all sums to one

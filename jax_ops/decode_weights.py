@@ -71,8 +71,8 @@ def quantize_params(params, stored_as=jnp.int8):
 
 def quantize_param(path, p, stored_as=jnp.int8):
     """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output. Other parameters
-    are unchanged. Among them are wpe, kv_b and the router, because they are small, and because
-    routing is sensitive.
+    are unchanged. wpe, kv_b and the router are among the unchanged parameters, because these three
+    are small, and because routing is sensitive.
 
     stored_as: the dtype of the values of the Int8, int8 or uint8."""
     kernel = as_kernel(p)

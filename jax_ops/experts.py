@@ -38,7 +38,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
 
     def mix_own(weights, *tokens):
-        """Returns what this device's experts add to the sums, summed over sum_axes."""
+        """Computes the part of the sums that this device's experts give. Returns the total of these
+        parts over the devices along sum_axes."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
         y_PxD = mix(first_expert, weights, *tokens)
         with jax.named_scope('reduce_scatter'):
@@ -69,7 +70,7 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
 
 def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
     """Computes mix_experts on one device that has the `weights` of the experts from first_expert
-    on. Other experts count as 0."""
+    on. The results of other experts count as 0."""
     D = x_PxD.shape[1]
     x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
     scale_PxUx1 = weight_PxU[..., None]
@@ -175,9 +176,10 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
     not in 0 .. E-1.
 
-    way: see choose_experts. On a CPU, a few rows, as in decoding, are computed one by one, if the
-    weights have the form of convert_params_for_decoding (can_be_chosen). Otherwise rows are
-    computed in blocks, each of one expert's rows."""
+    way: see choose_experts. A few rows, as in decoding, are computed one by one under four
+    conditions: on a CPU, with the way 'loop', outside a mesh, and if the weights have the form of
+    convert_params_for_decoding (can_be_chosen). Otherwise rows are computed in blocks, each of one
+    expert's rows."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty
@@ -255,9 +257,9 @@ def block_sizes(way, R, E):
 
 
 def batched_apply(f, weights, x_nxbxD, expert_n):
-    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls. The weights of
-    each block are materialized, and again in the backward pass. An unused block (expert_n[i] = E)
-    takes the weights of the last expert."""
+    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls. The forward
+    pass copies the weights of each block, and the backward pass copies them again. An unused
+    block (expert_n[i] = E) takes the weights of the last expert."""
     def apply(weights, x_nxbxD):
         def take(w):
             return checkpoint_name(jnp.take(w, expert_n, axis=0, mode='clip'), 'of_blocks')

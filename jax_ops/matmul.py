@@ -19,9 +19,10 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """Returns the parameter unchanged; on a mesh, all-gathered over fsdp. The gather moves the
-    parameter in `dtype`, which reduces traffic. The result is cast back to the parameter's own
-    dtype, with values that are rounded to `dtype`. The gradient is summed in the parameter's dtype.
+    """On a mesh, returns the parameter all-gathered over fsdp. Without a mesh, returns the
+    parameter unchanged. The gather moves the parameter in `dtype`, which reduces traffic. The
+    result is cast back to the parameter's own dtype, with values that are rounded to `dtype`. The
+    gradient is summed in the parameter's dtype.
 
     tp: the shardings of the parameter, (storage, compute)."""
     if not current_mesh():
@@ -190,8 +191,8 @@ class Kernel:
         return checkpoint_name(y, 'dense')
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). Here
-        this is the kernel itself, because this class stores its columns in this order."""
+        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
+        base class returns the kernel unchanged: its columns are already stored in this order."""
         return self
 
     def fused_linear(self, x, bias, widths):
@@ -412,8 +413,8 @@ def without_scales(params):
 
 
 def as_uint8(x):
-    """Returns int8 x as uint8 x + 128, which the CPU's nt_uint8 takes, by inverting the highest
-    bit."""
+    """Returns int8 x as uint8 x + 128, the form that the CPU's nt_uint8 takes. To add 128, inverts
+    the highest bit of x."""
     return jax.lax.bitcast_convert_type(x ^ -128, jnp.uint8)
 
 

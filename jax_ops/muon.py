@@ -21,12 +21,12 @@ POLAR_EXPRESS = (
 
 @optax.stateless
 def orthogonalize(updates, params=None):
-    """Replaces every matrix U S V^T (its singular value decomposition) in the tree `updates` by
-    about U V^T, times a factor.
+    """Replaces every matrix in the tree `updates`. A matrix with the singular value decomposition
+    U S V^T becomes about U V^T, times the factor 0.2 sqrt(longer side).
 
-    The factor 0.2 sqrt(longer side) gives the result the size of AdamW's updates
-    (arXiv:2502.16982). A leaf [E, I, O] holds E matrices. c_attn holds three matrices, q, k and v.
-    Each matrix is orthogonalized by itself."""
+    The factor gives the result the size of AdamW's updates (arXiv:2502.16982). A leaf [E, I, O]
+    holds E matrices. c_attn holds three matrices, q, k and v. Each matrix is orthogonalized by
+    itself."""
     apart = split_qkv(updates)
     orthogonal = map_stacked_by_shape(orthogonalize_stack, apart)
     return join_qkv(orthogonal)

@@ -35,9 +35,10 @@ ROW_PARALLEL = ('tensor', 'fsdp'), ('tensor', None)
 
 
 def create_mesh(devices, tp_size=1, fsdp=1, expert=1, context=1):
-    """Returns the mesh of `devices` with the axes AXES. The arguments are the sizes of the axes
-    tensor, fsdp, expert and context. The axis of the replicas, data, gets the remaining factor. The
-    ranks of a tensor group, which communicate most, are neighbours.
+    """Returns the mesh of `devices` with the axes AXES. The other arguments are the sizes of the
+    axes tensor, fsdp, expert and context. The axis named data, over the replicas, gets the
+    remaining factor of the number of devices. The ranks of a tensor group are neighbours, because
+    they communicate most.
 
     Raises UserError if the sizes do not divide the number of devices."""
     n_devices = len(devices)
@@ -76,9 +77,9 @@ def shard(x, *spec):
 
 
 def position_axes(n_positions, *axes):
-    """Returns the first of `axes`, as many as can shard n_positions on the mesh: the last axis is
-    dropped until the product of the sizes of the axes divides n_positions. Without a mesh, returns
-    ()."""
+    """Returns the axes over which n_positions are sharded on the mesh. Starts with all of `axes`,
+    and drops the last axis until the product of the sizes of the axes divides n_positions. Without
+    a mesh, returns ()."""
     mesh = current_mesh()
     if mesh is None:
         return ()
@@ -100,8 +101,8 @@ def shard_positions(x, axes=('context', 'tensor')):
 
 
 def gather_positions(x):
-    """Returns x [B, T, ...] of shard_positions. On a mesh, the positions of x are all-gathered over
-    tensor, and stay sharded over context."""
+    """Undoes a part of shard_positions for x [B, T, ...], and returns x. On a mesh, the positions
+    of x are all-gathered over tensor, and stay sharded over context."""
     x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
@@ -117,8 +118,8 @@ def batch_axes(n_rows):
 
 def partition_specs(tree, mesh, *, over_replicas=False):
     """Returns the tree of partition specs of a parameter tree or TrainState, by PARTITION_RULES. A
-    rule describes the last dimensions of a leaf. If the sizes of its axes do not divide a
-    dimension, axes are dropped from the right until the remaining sizes divide it.
+    rule describes the last dimensions of a leaf. If the axes that the rule gives a dimension
+    do not divide the dimension's size, axes are dropped from the right until the rest divides it.
 
     over_replicas: whether leaves that are sharded over fsdp are also sharded over data and
     context."""
@@ -162,8 +163,8 @@ def rule_of(name):
 
 
 def shard_params(tree, *, over_replicas=False):
-    """Returns parameters, gradients or optimizer state unchanged; on a mesh, sharded by
-    partition_specs."""
+    """On a mesh, returns parameters, gradients or optimizer state sharded by partition_specs.
+    Without a mesh, returns the tree unchanged."""
     mesh = current_mesh()
     if mesh is None:
         return tree

@@ -54,8 +54,8 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
 
 
 def embed_on_mesh(table_VxD, idx_BxT, dtype):
-    """Computes embed_tokens on the current mesh. A device has some columns (fsdp) of the rows of
-    one vocabulary range (tensor).
+    """Computes embed_tokens on the current mesh. Each device has the rows of one vocabulary range
+    (axis tensor), and some columns of these rows (axis fsdp).
 
     The device looks up these columns for all sequences of its fsdp group, with zeros for ids of
     other ranges. An all-reduce over tensor adds up the ranges. An all-to-all over fsdp exchanges
@@ -146,9 +146,9 @@ class VocabParallel(nn.Module):
     padded with rows of zeros.
 
     With tp_size=1, calling the layer computes the full result, which is sharded on the current
-    mesh. With tp_size > 1, it computes the part of rank tp_rank, on any device. Its parameter
-    `weight` is then that rank's [n_rows, embedding_dim], as load_weight_shard slices it.
-    sharded_forward computes all parts on a mesh.
+    mesh. With tp_size > 1, calling the layer computes the part of rank tp_rank, on any device. The
+    parameter `weight` is then this rank's rows [n_rows, embedding_dim], as load_weight_shard
+    returns them. sharded_forward computes all parts on a mesh.
 
     shared_table: the table, if another module has it as a parameter; then there is no `weight`."""
     num_embeddings: int

@@ -133,8 +133,8 @@ def is_temporary(error):
 class Lease:
     """The lease of a run: the object `lock` in its folder, whose text names the holder. Each write
     names the generation (version number) that it replaces, so that the bucket refuses one of two
-    writers. A thread renews the lease. The lease is free if it was not renewed for LEASE seconds by
-    the bucket's clock."""
+    writers. A thread renews the lease. The lease is free once LEASE seconds have passed since the
+    last renewal, by the bucket's clock."""
 
     def __init__(self, folder):
         self.url = folder.url
@@ -213,8 +213,9 @@ class Lease:
             self.generation = blob.generation
 
     def renew(self):
-        """Renews the lease every LEASE / 4 seconds until it has ended. Ignores UserErrors, because
-        the next save raises one if the cause lasts."""
+        """Renews the lease every LEASE / 4 seconds, until the lease is given back or taken by
+        another run. Ignores UserErrors, because the next save raises a UserError if the cause
+        lasts."""
         while not self.ended.wait(LEASE / 4):
             with contextlib.suppress(UserError):
                 self.confirm()
@@ -243,12 +244,12 @@ def bucket_run(url):
 
 
 class BucketRun:
-    """The folder of a run in a bucket. It has the same methods as DiskRun in checkpoints.py, and
-    they are documented there.
+    """The folder of a run in a bucket. This class has the same methods as DiskRun. Methods without
+    a docstring here are documented in DiskRun (checkpoints.py).
 
-    `files` is a local folder: copies of config.json, metrics.jsonl, tokenizer/ and the files in
-    SMALL of each complete checkpoint. The process that holds the lease writes into `files` and
-    uploads what it has written."""
+    `files` is a local folder with copies of config.json, metrics.jsonl and tokenizer/. For each
+    complete checkpoint, `files` also has copies of the files in SMALL. The process that holds the
+    lease writes into `files` and uploads what it has written."""
 
     more_errors = (Exception,)  # each client raises exceptions of its own
     is_temporary = staticmethod(is_temporary)

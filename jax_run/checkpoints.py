@@ -67,16 +67,16 @@ class DiskRun:
         self.checkpoints = Path(out_dir, 'ckpt').absolute()  # for Orbax
 
     def make_checkpoints(self):
-        """Makes the folder of the checkpoints. Orbax does not make it, because Orbax would accept a
-        file in its place. Returns the option that tells Orbax to complete a checkpoint by renaming
-        its folder."""
+        """Makes the folder of the checkpoints. This is not left to Orbax, because Orbax would
+        accept a file in place of the folder. Returns the option that tells Orbax to complete a
+        checkpoint by renaming the checkpoint's folder."""
         from orbax.checkpoint import options
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
-        """Returns `text` as the user may read it. On a disk, `text` is unchanged; for a run in a
-        bucket, gs://... replaces the path `files`."""
+        """Returns `text` with paths as the user knows them. On a disk, `text` is unchanged; for a
+        run in a bucket, gs://... replaces the path `files`."""
         return str(text)
 
     def refresh(self):
@@ -115,8 +115,8 @@ class DiskRun:
         return file
 
     def is_locked_by(self, holder):
-        """Returns whether this process sees the lock with the text `holder` that process 0 has
-        written."""
+        """Returns whether this process finds a lock with the text `holder`, which process 0 has
+        written into the lock."""
         found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
         return 'lock' in found and (self.files / 'lock').read_text() == holder
 
@@ -207,7 +207,7 @@ def open_checkpoints(out_dir, keep=2, since=0):
 
 
 def quiet_orbax():
-    """Silences Orbax's log, because this module reports failures. Also hides 'Event loop is
+    """Silences Orbax's log, because this module itself reports failures. Also hides 'Event loop is
     closed', an error that Orbax's other writes raise after one write has failed."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -269,8 +269,8 @@ def checksum(path):
 
 
 def find_damage(run, path, items=ITEMS):
-    """Returns the name of the first file in the checkpoint folder `path` that is missing or
-    damaged, or ''.
+    """Returns the name of a missing or damaged file in the checkpoint folder `path`. Returns '' if
+    all files are intact.
 
     run: the DiskRun or BucketRun of the checkpoint. items: which of ITEMS to check. If there are
     several processes, each reads some of the files, and all return the same name. A checkpoint
@@ -353,8 +353,8 @@ def data_since(manifest):
     """Returns the iteration at which a run began to train on its present data. This is the
     iteration of the last resume that changed the data, or 0 if no resume changed the data.
 
-    manifest: the manifest of a checkpoint. None, if an earlier version wrote the checkpoint, counts
-    as unchanged data."""
+    manifest: the manifest of a checkpoint. If an earlier version wrote the checkpoint, the manifest
+    is None, and the result is 0."""
     earlier = (manifest or {}).get('earlier_data')
     return earlier[-1]['until'] if earlier else 0
 
@@ -369,9 +369,9 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result identifies its
-    checkpoint. There is one digest of the manifest, and one of the checksums of each item. meta:
-    the metadata of the checkpoint."""
+    """Returns {'iteration': step, 'digests': {name: digest}}. A result that is computed with a
+    checkpoint can name the checkpoint by this description. One digest is of the manifest; for each
+    item, one digest is of the item's checksums. meta: the metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
@@ -422,9 +422,9 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
 
 
 def as_replicated_global_array(x):
-    """Returns `x` as Orbax expects it. If `x` is a jax.Array on this process's devices alone, as
-    pmap returns if there are several processes, returns a global array that is replicated over the
-    devices of all processes. Any other `x` is returned unchanged."""
+    """Returns `x` as Orbax expects it. A jax.Array on this process's devices alone becomes a global
+    array that is replicated over the devices of all processes. (pmap makes such an `x` if there are
+    several processes.) Any other `x` is returned unchanged."""
     if not isinstance(x, jax.Array) or not x.is_fully_addressable:
         return x
     copies = [copy.data for copy in x.addressable_shards]
@@ -466,7 +466,7 @@ def add_val_loss(manager, step, val_loss):
 
 def finish_checkpoints(manager):
     """Waits until all checkpoints are on disk, and closes `manager`. Raises UserError if the last
-    checkpoint cannot be written, or TryAgain if that may soon succeed."""
+    checkpoint cannot be written. Raises TryAgain instead if a save may soon succeed."""
     run = run_of(manager)
     try:
         manager.wait_until_finished()
@@ -490,8 +490,8 @@ def opt_state_item(state):
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     """Chooses the 'latest' or the 'best' checkpoint in out_dir. Returns (iteration; metadata). If
     one of the checkpoint's folders in `items` is damaged, says so on stderr and chooses the newest
-    intact checkpoint instead. If no checkpoint is intact, chooses one of which only the checksums
-    are lost. Raises UserError if there is no such checkpoint either."""
+    intact checkpoint instead. If no checkpoint is intact, chooses one that has lost only its
+    checksums. Raises UserError if there is no such checkpoint either."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)

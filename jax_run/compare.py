@@ -87,9 +87,9 @@ def read_run(folder, x):
 
 
 def read_manifest(files):
-    """Returns the manifest in the latest checkpoint that can be read. Returns None if there is no
-    such checkpoint, or if an earlier version wrote that checkpoint. files: the folder of the
-    run."""
+    """Returns the manifest in the latest checkpoint that can be read. Returns None if no checkpoint
+    can be read, or if that checkpoint has no manifest, because an earlier version of this project
+    wrote it. files: the folder of the run."""
     for step in list_steps(files / 'ckpt'):
         try:
             return read_json(files / 'ckpt' / str(step) / 'meta' / 'metadata').get('manifest')

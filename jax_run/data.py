@@ -28,8 +28,8 @@ class DataChanged(UserError):
 def open_tokens(path, dtype, row_length=None):
     """Maps the numbers in a file without a header into memory. Returns a read-only array of
     `dtype`, [n_numbers]. With row_length, the array is [n_rows, row_length] and leaves out an
-    incomplete last row. The array stays with the file that was opened, even if another file gets
-    its name."""
+    incomplete last row. The array shows the file that was opened, even if another file later takes
+    the path."""
     numbers = np.memmap(path, dtype, 'r')
     if row_length:
         return numbers[:len(numbers) // row_length * row_length].reshape(-1, row_length)
@@ -38,7 +38,7 @@ def open_tokens(path, dtype, row_length=None):
 
 def read_at_random(array):
     """Tells the system that an array of open_tokens is read at random places. Otherwise the system
-    reads ahead, up to thousands of times as much as the windows need."""
+    reads ahead, up to thousands of times as many bytes as are needed."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_RANDOM'):
         file.madvise(mmap.MADV_RANDOM)
@@ -57,8 +57,8 @@ def read_soon(array, starts, n_bytes):
 
 def check_not_cut(array):
     """Raises DataChanged if the file of an array of open_tokens has become shorter. Reading beyond
-    the end of the file would kill this process by SIGBUS, without a message. Accepts other kinds of
-    arrays."""
+    the end of the file would kill this process by SIGBUS, without a message. Does nothing for other
+    kinds of arrays."""
     file = getattr(array, '_mmap', None)
     if file is not None and file.size() < array.nbytes:
         raise DataChanged(f'{array.filename} was cut short while it was read: it has '
@@ -149,10 +149,10 @@ def load_dataset_meta(data_dir):
 
 
 def byte_scale(meta, split):
-    """Returns the number of bytes of a split's text divided by the number of bytes of its tokens,
-    as load_token_bytes counts these. The quotient is below 1 if the tokenizer puts a space before
-    each text. Returns 1 if `meta`, what load_dataset_meta returns, has no counts, as in older data
-    sets."""
+    """Returns the number of bytes of a split's text, divided by the number of bytes of the split's
+    tokens (see load_token_bytes). The quotient is below 1 if the tokenizer puts a space before each
+    text. meta: what load_dataset_meta returns. If `meta` lacks these numbers, as in older data
+    sets, returns 1."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
@@ -255,10 +255,11 @@ def load_digests(data_dir):
 
 
 def load_ends(path, n_tokens):
-    """Returns where each conversation of a split ends, int64 [n_conversations], counted in tokens
-    from the start of the split. n_tokens: the number of tokens of the split. Raises UserError if
-    the file is missing, if the number of conversations is odd, if a conversation has fewer than two
-    tokens, or if the last conversation does not end at n_tokens."""
+    """Returns where each conversation in a split of pairs ends, int64 [n_conversations], counted in
+    tokens from the start of the split. n_tokens: the number of tokens of the split. Raises
+    UserError if the file is missing or has no ends, if the number of conversations is odd (they
+    come in pairs), if a conversation has fewer than two tokens, or if the last conversation does
+    not end at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:
@@ -307,9 +308,9 @@ def dataset_folder(name, root=None):
 
 
 def load_mixture_meta(dataset, root=None):
-    """Returns ({folder: fraction} as parse_mixture does; meta.json of the first data set as
-    load_dataset_meta does). Raises UserError if another data set cannot be mixed with the first
-    data set."""
+    """Returns ({folder: fraction}; meta). The first is what parse_mixture returns, the second what
+    load_dataset_meta returns for the first data set. Raises UserError if another data set cannot be
+    mixed with the first data set."""
     shares = parse_mixture(dataset, root)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]

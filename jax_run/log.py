@@ -76,7 +76,8 @@ class RunLog:
             watch(run)
 
     def close(self):
-        """Logs the iteration that is still pending, as after a failure. Closes the progress bar."""
+        """Closes the progress bar. If an iteration is still pending, for example after a failure,
+        logs this iteration first."""
         with contextlib.suppress(Exception):
             self.flush()
         self.bar.close()
@@ -118,8 +119,8 @@ class RunLog:
 
     def flush(self):
         """Fetches the pending metrics and logs them. Raises NotFinite, a UserError, if the loss or
-        the gradients' norm is not finite. (With float16 an infinite norm is accepted while the
-        loss scale is at least 1.)"""
+        the gradients' norm is not finite. (With float16 such a norm is accepted while the loss
+        scale is at least 1.)"""
         if self.pending is None:
             return
         iter_num, metrics = self.pending

@@ -74,10 +74,10 @@ def open_manifest(run, data, config):
     resume, also compares the data with the data of the checkpoint.
 
     run: a Run. data: what open_data returns. config: the GPTConfig of the run's Program. Returns
-    the manifest. If the data have changed, the best validation loss begins anew (see begins_anew).
-    Raises UserError if processes differ. Raises UserError also if the data differ from the data of
-    the checkpoint, and the user did not ask for that by --init_from=resume together with --dataset
-    on the command line."""
+    the manifest. Raises UserError if processes differ. If the data differ from the data of the
+    checkpoint, raises UserError unless the user has given --init_from=resume, and has given
+    --dataset on the command line. After such a change, the checkpoint's best validation loss
+    does not count (see begins_anew)."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -151,8 +151,8 @@ def find_machine(manifest):
 
 def find_cpu(device):
     """Returns the architecture and the CPU_FEATURES of a CPU, such as 'x86_64 avx2 avx512f', or ''
-    for another device. Also lists features that XLA_FLAGS forbids, because the manifest has
-    XLA_FLAGS, too (see find_settings)."""
+    for another device. Features that XLA_FLAGS forbids are listed, too: the manifest records
+    XLA_FLAGS separately (see find_settings)."""
     if device.platform != 'cpu':
         return ''
     features = []
@@ -294,8 +294,8 @@ def find_changes(before, now):
 
 
 def find_change(before, now):
-    """Returns a text on how a file has changed, or '' if no change is known. before, now: what
-    describe_file returned before and returns now; None if the file did not or does not exist."""
+    """Returns a text on how a file has changed, or '' if no change is known. before, now: the
+    earlier and the present result of describe_file, or None where there is no file."""
     if not before or not now:
         return 'not there now' if before else 'not there before'
     if before['bytes'] != now['bytes']:

@@ -95,9 +95,9 @@ class Deadline:
         return is_moved
 
     def count_fitting(self, iter_num, evaluating_s):
-        """Returns how many iterations fit into the time that is left before iteration iter_num, at
-        the speed since the last measurement. The time of the evaluation at the end is subtracted
-        first. evaluating_s: RunLog.evaluating_s now."""
+        """Returns how many iterations fit into the remaining time, from iteration iter_num on. The
+        speed is that since the last measurement. The time of the evaluation at the end is
+        subtracted first. evaluating_s: RunLog.evaluating_s now."""
         now = time.perf_counter()
         evaluating_s -= self.evaluating_s
         every = self.eval_interval
@@ -111,9 +111,9 @@ class Deadline:
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """Prints how many iterations fit and what has taken the time, if fewer than FEW iterations fit.
-    flags: the flags of the run, with the max_iters that fit. source: the training data. seconds:
-    the seconds since the start."""
+    """If fewer than FEW iterations fit, prints how many fit and what has taken the time. flags:
+    the flags of the run, with the max_iters that fit. source: the training data. seconds: the
+    seconds since the start."""
     n = flags['max_iters']
     if n >= FEW:
         return

@@ -85,8 +85,8 @@ def flags_from_config(config, given=None):
 
 
 def for_this_run(config, flags, given, dtype):
-    """Returns the config of a trained model with the dropout, the dtype and, if it is given, the
-    expert_balance of this run."""
+    """Returns the config of a trained model with this run's dropout and dtype. If the flag
+    expert_balance is given, a model with experts gets this run's expert_balance, too."""
     moe = config.moe
     if moe and 'expert_balance' in given:
         moe = dataclasses.replace(moe, balance=flags['expert_balance'])

@@ -20,8 +20,8 @@ from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
 
 class OutDir:
-    """The folder of a run. The folder is locked from the making of this object until close() or the
-    end of the process. Raises UserError in two cases: the folder holds an earlier run that is
+    """The folder of a run. The constructor locks the folder until close() or the end of the
+    process. The constructor raises UserError in two cases: the folder holds an earlier run that is
     neither resumed nor to be overwritten (--overwrite); or another run holds the lock."""
 
     def __init__(self, run):
@@ -122,7 +122,7 @@ class OutDir:
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
-        """Uploads the files of a run in a bucket, metrics.jsonl among them.
+        """If the run is in a bucket, uploads its files, metrics.jsonl among them.
 
         If the run was resumed at iter_num, also adds val_loss to the checkpoint of iter_num,
         because a signal may have saved that checkpoint without an evaluation. The checkpoint can
@@ -202,8 +202,8 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints a line if a resumed run divides by other bytes than before in its bits per byte.
-    earlier, now: the values of Data.bpb_bytes before and now."""
+    """Prints a line if a resumed run counts other bytes than before for its bits per byte. earlier,
+    now: the values of Data.bpb_bytes before and now."""
     if earlier != now:
         print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '
               'before: the data set was made anew, and the two do not compare')

@@ -27,8 +27,9 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 
 def pretrained_model(flags, given, meta, dtype):
     """Makes the Model of a run that starts from flags['init_from']: the weights of another run or
-    of a pretrained model. Returns (Model; flags). The flags that describe the model have that
-    model's values. given: the flags that the user gave. meta: what load_dataset_meta returns."""
+    of a pretrained model. Returns (Model; flags). In the returned flags, those that describe the
+    model have the values of the loaded model; block_size may differ. given: the flags that the user
+    gave. meta: what load_dataset_meta returns."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer

@@ -83,13 +83,15 @@ def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
 def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, iteration: int,
                   rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Draws the sequences of one iteration. Returns (x; y), int32 [n_rows, block_size]. y is x
-    shifted by one token: the next tokens.
+    shifted by one token: the next tokens. The result depends on the arguments alone.
 
     tokens: an array [n_tokens]. rows: an array that says which of the n_rows sequences to return;
-    by default all. A pure function of its arguments: returns the sequences from iteration * n_rows
-    on of an endless shuffled stream, in which an epoch holds every window once. (nanoGPT draws
-    windows at random: an epoch's worth of draws misses 1/e of the tokens.) With another n_rows, the
-    same iteration has other sequences."""
+    by default all.
+
+    The sequences come from an endless shuffled stream, in which an epoch holds every window once.
+    An iteration begins at sequence number iteration * n_rows of the stream, so with another n_rows
+    the same iteration has other sequences. nanoGPT draws windows at random instead, and an epoch's
+    worth of draws misses 1/e of the tokens."""
     rows = np.arange(n_rows) if rows is None else rows
     windows = Windows(tokens, block_size=block_size, seed=seed)
     return windows.get(tokens, windows.locate(iteration * n_rows + rows))
@@ -162,7 +164,7 @@ class Windows:
         return self.order.locate(numbers)
 
     def count(self, places: np.ndarray) -> int:
-        """Counts the targets of the sequences at `places` that count in the loss."""
+        """Returns how many targets of the sequences at `places` count in the loss."""
         _, mask_y = self.get(self.mask, places)
         return (mask_y == COUNTS).sum()
 
@@ -289,7 +291,8 @@ def check_ids(x: np.ndarray, y: np.ndarray, vocab_size: int, split: str) -> None
 
 
 class Pairs(Windows):
-    """The pairs of answers of a split that fit in rows of block_size positions, for DPO.
+    """The pairs of answers of a split, for DPO. Leaves out a pair if one of its two conversations
+    does not fit in a row of block_size positions.
 
     Conversation 2 i is a prompt with the chosen answer, and conversation 2 i + 1 the same prompt
     with the rejected answer. Sequences 2 p and 2 p + 1 of the stream are a pair; each sequence is
@@ -417,8 +420,9 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
         own       0  0  0  1  1  1  2  3
 
     The loop goes from the last part to the first. Part k takes its share of the sequences that are
-    still unassigned, and leaves the other sequences to the parts before k. `own` unassigned
-    sequences come before a sequence; `before` of these go to the parts before k."""
+    still unassigned, and leaves the other sequences to the parts before k. In the loop, `own` is
+    the number of unassigned sequences before a sequence, and `before` says how many of these
+    unassigned sequences go to the parts before k."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
@@ -497,7 +501,7 @@ def open_data(shares: dict[Path, float], meta: dict, *, block_size: int, seed: i
 
 
 def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
-    """Opens data sets of texts or conversations. Returns a list of DataSets. If one data set has
+    """Opens data sets of texts or conversations. Returns a list of DataSets. If any data set has
     masks, each split without a mask gets a mask in which every token counts. shares: {folder:
     fraction}. options: keyword arguments of Windows."""
     tokens = {}

@@ -274,7 +274,8 @@ def open_program(run, data, layout, objective):
     UserError if the devices cannot split or compute the model.
 
     objective: see assemble. The Program trains with sequences of flags['block_size'] tokens.
-    Checkpoints store the block_size of run.model.config, which can be larger with RoPE."""
+    Checkpoints store the block_size of run.model.config instead. With RoPE, the stored one can be
+    larger."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)
@@ -380,8 +381,9 @@ def check_training_flags(flags, given):
 
 
 def with_whole_schedule(flags):
-    """Returns the flags of a run, with another lr_decay_iters if it is 0: then the schedule ends at
-    max_iters, and the warm-up fits. So --max_iters alone gives a full schedule."""
+    """Returns the flags of a run. If lr_decay_iters is 0, changes it so that the schedule ends at
+    max_iters, and shortens a warm-up that does not fit. So --max_iters alone gives a full
+    schedule."""
     if flags['lr_decay_iters']:
         return flags
     n = max(1, flags['max_iters'])
@@ -455,7 +457,8 @@ def schedule_from_flags(flags, iter_num):
 
 def schedule_end(flags, iter_num):
     """Returns the iteration at which the schedule of iteration iter_num ends. This is
-    lr_decay_iters, or, if --minutes has moved the end after iter_num, the end before the move."""
+    lr_decay_iters. But if --minutes has moved the end at an iteration later than iter_num, this is
+    the end before the move."""
     for until, end in read_ends(flags['earlier_ends']).items():
         if iter_num < until:
             return end

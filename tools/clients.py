@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """An answer, and what it took."""
+    """The text of an answer, its number of tokens, and the time until its first piece."""
     text: str
     n_tokens: int
     first_s: float  # seconds until the first piece
 
 
 def ask(url, prompt, seed, max_tokens, temperature):
-    """Returns the Answer to a streamed completion."""
+    """Asks the server at `url` for a completion of `prompt`, streamed. Returns the Answer."""
     body = {'prompt': prompt, 'seed': seed, 'max_tokens': max_tokens, 'temperature': temperature,
             'stream': True, 'stream_options': {'include_usage': True}}
     request = urllib.request.Request(
@@ -50,7 +50,8 @@ def ask(url, prompt, seed, max_tokens, temperature):
 
 
 def measure(n_clients, n_requests, make):
-    """Returns (tokens per second; the Answers) of requests make(i), n_clients at a time."""
+    """Calls make(i) for each request i, n_clients at a time. Returns (tokens per second of all
+    requests together; the Answers)."""
     with ThreadPoolExecutor(n_clients) as clients:
         started = time.perf_counter()
         answers = list(clients.map(make, range(n_requests)))

@@ -49,8 +49,8 @@ def describe(out_dir):
 
 
 def train_beginning(config, flags, one, n):
-    """Trains the first n iterations of a seed of a row. Returns (digest of the weights; losses; manifest). one: the
-    seed's part of the row."""
+    """Trains the first n iterations with a seed of a row of the table. Returns (digest of the weights; losses;
+    manifest). one: the part of the row for this seed."""
     with tempfile.TemporaryDirectory() as folder:
         train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
               f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
@@ -60,7 +60,7 @@ def train_beginning(config, flags, one, n):
 
 
 def run(config, seed, flags):
-    """Trains with a seed for the minutes of the config file. Returns (the seed's part of a row; device; manifest)."""
+    """Trains with a seed for as long as the config file says. Returns (the seed's part of a row; device; manifest)."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
@@ -96,8 +96,8 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Trains the beginning of each seed of a row again, or with has_all all iterations. Prints a line for each seed,
-    and returns the exit code. flags: further flags of train_jax.py, as --device."""
+    """Trains again with each seed of a row. Trains all iterations if has_all, else at most the first N_CHECKED. Prints
+    a line for each seed, and returns the exit code. flags: further flags of train_jax.py, such as --device."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0

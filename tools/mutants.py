@@ -73,7 +73,8 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
 
 
 def extract(folder, revision, *paths):
-    """Writes the files of a revision below `paths`, or all its files, into a folder."""
+    """Writes files of a revision into a folder: the files below `paths`, or all files if there are
+    no paths."""
     files = subprocess.run(['git', 'archive', revision, *paths], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(['tar', '-x', '-C', folder], input=files, check=True)
 

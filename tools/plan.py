@@ -90,7 +90,7 @@ def lower_train_step(flags, config, devices):
 
 def lower_decode(flags, config, devices):
     """Lowers the loop of max_new_tokens decode steps for batch_size sequences, as sample_jax.py
-    decodes. It runs on the first `tensor` * `expert` devices. Returns what lower_train_step
+    decodes. The loop runs on the first `tensor` * `expert` devices. Returns what lower_train_step
     returns, with the part 'cache' in place of 'optimizer'."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)

@@ -46,7 +46,7 @@ class Tree:
         work.mkdir()
 
     def run(self, script, *args, devices=1):
-        """Runs a script of the tree in the work folder. Exits if it fails."""
+        """Runs a script of the tree in the work folder. Ends this program if the script fails."""
         env = {**os.environ, 'JAX_NUM_CPU_DEVICES': str(devices), 'JAX_PLATFORMS': 'cpu'}
         command = [sys.executable, str(self.path / script), *map(str, args)]
         done = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)
@@ -176,8 +176,8 @@ def tensors(path):
 # the cases: tree, folder of the inputs -> {name: value}
 
 def data_sets(tree, inputs):
-    """Makes data sets: of characters; of a BPE that is trained on the text; of rows; of chats
-    without --rows; of chats with --rows."""
+    """Makes five data sets: from the text by characters; from the text by a BPE that is trained on
+    the text; from rows; from chats without --rows; from chats with --rows."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],
@@ -224,7 +224,8 @@ def float16(tree, inputs):
 
 
 def qwen(tree, inputs):
-    """Trains a Qwen3 with Muon on data of a BPE, samples from it and exports it."""
+    """Trains a Qwen3 with Muon on the data set with a BPE, samples from the model and exports the
+    model."""
     out = tree.work / 'out-qwen'
     tree.train(out, *QWEN, tree.data('bpe'), '--optimizer=muon')
     found = losses(out)
@@ -256,7 +257,7 @@ def sharded(tree, inputs):
 
 
 def old_runs_go_on(tree, inputs):
-    """Resumes runs that the commit has made for ten iterations, and samples from them."""
+    """Resumes the runs that the commit's code has trained, and samples from the resumed runs."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):

@@ -77,7 +77,8 @@ def cpu_devices(topology, n_devices):
 
 
 def prepare_tpu_compiler():
-    """Tells libtpu that it runs on a slice. Otherwise libtpu would ask the machine."""
+    """Sets environment variables that describe a slice of TPUs to libtpu. Without these variables,
+    libtpu would ask the machine."""
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'
@@ -97,7 +98,7 @@ def prepare_cuda_compiler():
 
 
 def name_gpus_cuda():
-    """Makes 'gpu' mean CUDA in jax, which without a GPU does not know this name
+    """Makes 'gpu' mean CUDA in jax. On a machine without a GPU, jax does not know the name 'gpu'
     (jax-ml/jax#23971)."""
     from jax._src import xla_bridge
     canonical = xla_bridge.canonicalize_platform

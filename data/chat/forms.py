@@ -55,8 +55,8 @@ class Row(dict):
 
 
 def read_example(row):
-    """Returns the Example of a row. Raises UserError if the row cannot be read; the message is
-    written to follow the number of the row."""
+    """Returns the Example of a row. Raises UserError if the row cannot be read. The text of the
+    error has no subject ('has no "messages"'), because the number of the row is put in front."""
     if isinstance(row, list) and row and all(isinstance(each, dict) for each in row):
         row = {'messages': row}  # a line that has the messages alone
     if not isinstance(row, dict):
@@ -102,8 +102,8 @@ def for_template(message):
 
 
 def without_nulls(value):
-    """Returns a JSON value without the keys that are null, because a table gives each object the
-    keys of all other objects."""
+    """Returns a JSON value without the keys whose values are null. A table has such keys, because a
+    table gives each object the keys of all other objects."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -230,9 +230,9 @@ def read_pair(row):
 
 
 def count_shared(chosen, rejected):
-    """Returns how many messages at the beginning of two conversations are the question: the
-    messages that are equal in both, without answers at their end. The last message of a
-    conversation is never part of the question."""
+    """Returns the number of messages in the question that two conversations have in common. The
+    question is the beginning that is equal in both, without the assistant's messages at the end of
+    this beginning. The last message of a conversation is never part of the question."""
     both = zip(chosen[:-1], rejected[:-1])
     n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 

@@ -38,7 +38,7 @@ PLAIN_STOP = '\n---'  # ends an answer by plain.jinja if the model has no token 
 
 
 class Told(NamedTuple):
-    """Counts of what a user must know about the rows of a file."""
+    """What main() tells the user about the rows of a file, with counts."""
     forms: collections.Counter  # forms of rows
     left_out: collections.Counter  # reasons for which rows are left out
     columns: collections.Counter  # columns that were not read
@@ -65,13 +65,13 @@ class Read(NamedTuple):
 
 
 def read_examples(path, enc, vocabulary, folder, source):
-    """Encodes the conversations of each row of a file, one or a pair. Returns Read. Leaves out rows
-    with a conversation in which no answer counts, and pairs of equal answers.
+    """Encodes the rows of a file. A row holds one conversation, or a pair of conversations. Returns
+    Read. Leaves out rows with a conversation in which no answer counts, and pairs of equal answers.
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
-    Called again with the same source, as after a kill, the function continues behind the rows in
-    the journal. folder: the folder of the data set. source: a JSON value that tells this command
-    from another one. If a row is not valid, removes these files and raises UserError."""
+    Called again with the same source, as after a kill, the function continues after the rows in
+    the journal. folder: the folder of the data set. source: a JSON value that distinguishes this
+    command from other commands. If a row is not valid, removes the files and raises UserError."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
@@ -122,8 +122,8 @@ def read_examples(path, enc, vocabulary, folder, source):
 
 
 def give_up(folder):
-    """Removes the unfinished files of a data set, which cannot be completed, and the folder if
-    nothing else is in it."""
+    """Removes the unfinished files of a data set after an error. Then removes the folder if nothing
+    else is in it."""
     remove(folder, PARTS)
     with contextlib.suppress(OSError):
         os.rmdir(folder)
@@ -287,8 +287,9 @@ def pack(read, chosen, size, folder, split):
 
 
 def copy_chats(read, chosen, folder, split):
-    """Writes conversations that follow each other to {split}.part.bin and {split}_mask.part.bin.
-    Returns (ids; mask; number of bytes of the text that counts; '')."""
+    """Writes the conversations with the numbers `chosen`, which are consecutive, to
+    {split}.part.bin and {split}_mask.part.bin, one conversation after the other. Returns (ids;
+    mask; number of bytes of the text that counts; '')."""
     part = slice(read.slice(chosen[0]).start, read.ends[chosen[-1]])
     found = []
     for array, name in ((read.ids, split), (read.mask, f'{split}_mask')):
@@ -316,8 +317,8 @@ def check_template_tokens(name, enc):
 
 
 def check_prompts(told, n, enc):
-    """Raises UserError if in each of the n conversations the generation prompt has other tokens
-    than the text before the answer has in training."""
+    """Raises UserError if all n conversations have the warning OTHER_PROMPT: the tokens that ask
+    for an answer are not the tokens that come before the answer in training."""
     if told.lost[OTHER_PROMPT] < n:
         return
     ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])

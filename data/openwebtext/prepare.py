@@ -24,7 +24,8 @@ parser.add_argument('--tokenizer', default='gpt2', help='gpt2, or a Hugging Face
 parser.add_argument('--num_proc', type=positive, default=os.cpu_count(), help='processes (default: one per core)')
 
 def tokenize(rows, vocabulary):
-    """Returns the ids of a batch of rows. Rows without a text are left out."""
+    """Returns {'ids', 'len', 'bytes'} of a batch of rows: for each text the token ids, the number of tokens and the
+    number of bytes. Rows without a text are left out."""
     texts = [text for text in rows['text'] if text is not None]
     ids = encode_documents(texts, vocabulary, num_threads=1)
     return {'ids': ids, 'len': list(map(len, ids)), 'bytes': [len(text.encode()) for text in texts]}

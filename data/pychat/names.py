@@ -33,7 +33,8 @@ class Named(NamedTuple):
 
     @property
     def parent(self):
-        """The module or class that holds it: the name without its last part, '' of a builtin."""
+        """The module or class that holds the name: the name without its last part, or '' for a
+        builtin."""
         return self.name.rpartition('.')[0]
 
     @property
@@ -81,7 +82,7 @@ def from_source(root, package=''):
 
 
 def from_tree(tree, holder, kind):
-    """Yields a Named for each public class, function and method of a tree."""
+    """Yields a Named for each public class, function and method of a syntax tree."""
     for node in tree.body:
         is_class = isinstance(node, ast.ClassDef)
         if not is_class and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -95,9 +96,9 @@ def from_tree(tree, holder, kind):
 
 
 def from_c():
-    """Yields a Named for each public name in Python's library that is written in C: the builtins;
-    the names in modules without a source; and the functions in C that modules in Python take from
-    them."""
+    """Yields Nameds for the parts of Python's library that are written in C: the builtins; the
+    public names in modules without a source; and the public names in C of the modules in WITH_C,
+    which are written in Python and take functions from C. The modules themselves are included."""
     for module in sorted(sys.stdlib_module_names):
         is_public = not module.startswith('_') and module not in SKIPPED
         if module in WITH_C or (is_public and is_c(module)):
@@ -141,7 +142,8 @@ def in_c(value):
 
 def read_names(package=None):
     """Returns ({name: Named with a sentence}; {all names}) of Python's library, or of a package.
-    package: the folder of the package. If a name is found twice, the first sentence counts."""
+    package: the folder of the package. If several Nameds have the same name, the first one with a
+    sentence counts."""
     if package:
         root = Path(package).resolve()
         found = from_source(root, root.name)

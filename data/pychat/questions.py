@@ -76,14 +76,15 @@ MAX_CHARACTERS = 600
 
 
 class Maker:
-    """Makes conversations about names. A conversation is a list of questions and answers in turn.
-    The wording of the questions depends on the split: 'train', 'val' or 'test'."""
+    """Makes conversations about the names of modules, classes, functions and methods. A conversation
+    is a list of questions and answers in turn. The wording of the questions depends on the split:
+    'train', 'val' or 'test'."""
 
     def __init__(self, names, every, library, seed):
-        """Sorts the names by what can be asked about them.
+        """Groups the names by what can be asked about them.
 
-        names: {name: Named}. every: all names, also those without a sentence. library: how the
-        answers call the library."""
+        names: {name: Named} of the names whose Named has a sentence. every: the set of all names,
+        also of those without a sentence. library: how the answers call the library."""
         self.names = names
         self.every = every
         self.library = library
@@ -141,8 +142,8 @@ class Maker:
     def follow_up(self, named, split, invented=None):
         """Returns a conversation of two questions. The first question is about another name with
         the same parent. The second question says only the last part of `named`. If `invented` is
-        given, the second question says `invented` instead, a last part that does not exist under
-        this parent."""
+        given, the second question says `invented` instead. `invented` is a last part that does not
+        exist under this parent."""
         others = [other for other in self.by_parent[named.parent] if other != named]
         before = self.random.choice(others)
         last, answer = named.last, named.sentence
@@ -235,9 +236,8 @@ class Maker:
         return self.join(made)
 
     def join(self, made):
-        """Joins some conversations with the next ones, as people ask about one thing after another:
-        two of five conversations get one or two more, as long as the joined conversation has at
-        most MAX_CHARACTERS."""
+        """Joins two of five conversations with the next one or two conversations, because people ask
+        about one thing after another. A joined conversation has at most MAX_CHARACTERS."""
         joined = []
         n_more = 0  # how many more conversations are joined to the last one
         for turns in made:

@@ -52,19 +52,19 @@ def find_files(paths, suffixes):
 
 
 def refuse(error):
-    """Raises the error of a folder that cannot be read, because os.walk would leave the folder
-    out."""
+    """Raises the error of a folder that cannot be read. Without this function, os.walk would leave
+    the folder out and go on."""
     raise error
 
 
 class Texts:
-    """The documents of text files and files of rows, which are read as they are needed."""
+    """The documents of text files and of files of rows. A document is read when it is needed."""
 
     def __init__(self, paths, key, strict):
-        """Reads the sizes of the first documents.
+        """Reads the first FEW documents, and keeps the number of characters of each.
 
-        key: the name of the text in a row; '' takes files of rows as texts. strict: whether a row
-        without a text is refused, instead of skipped."""
+        key: the key of the text in a row. If `key` is '', a file of rows is read as a text.
+        strict: whether a row without a text is refused, instead of skipped."""
         self.paths = paths
         self.key = key
         self.strict = strict
@@ -83,8 +83,8 @@ class Texts:
                 yield self.count(read_blocks(path))
 
     def rows(self, path):
-        """Yields the text of each row. An empty text is yielded as '', so that it counts in the
-        split."""
+        """Yields the text of each row. Also yields an empty text, so that the empty text counts
+        when every tenth document goes to val."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
