@@ -116,10 +116,10 @@ def whole_characters(text):
 
 def find_shipped(kind, name):
     """Returns the path of a file or folder `name` of config/ or data/. Looks in the current folder
-    first, then in this program's checkout, then in its installation.
+    first, then in this program's checkout, then in its installation. If `name` is in none of these
+    three places, returns its path in the checkout or, without a checkout, in the current folder.
 
-    kind: 'config' or 'data'. If `name` is in none of them, returns its path in the checkout; if
-    there is no checkout, its path in the current folder."""
+    kind: 'config' or 'data'."""
     for place in (Path(kind), ROOT / kind, INSTALLED / kind):
         if (place / name).exists():
             return place / name

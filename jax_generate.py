@@ -614,8 +614,8 @@ class Decoder:
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (rows: the indices of the rows to prefill; row_B). Row b of the batch begins with the
-    same end_B[b] tokens as the row rows[row_B[b]].
+    """Returns (rows: the indices of the rows to prefill; row_B). The prompt of row b, its first
+    end_B[b] tokens, is also the prompt of the row rows[row_B[b]].
 
     One row of each distinct prompt is prefilled. Copies of the first of these rows are added until
     the number of rows is a power of two, so that a different number of distinct prompts rarely
@@ -1032,7 +1032,8 @@ def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, i
 
 def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most: int,
                  cache_dtype: str, with_top: bool) -> None:
-    """Scores at most `most` groups of Rows, and writes the results into the Rows.
+    """Scores the Rows of `groups`, and writes the results into the Rows. There must be no more
+    than `most` groups.
 
     The tokens that the rows of a group share are prefilled once. Then the remaining tokens of the
     rows are fed, `most` rows at a time, beginning with the rows that have the most remaining

@@ -559,7 +559,7 @@ def find_end(answer, text, specials, stop_tokens):
     text: the text of all messages. specials: the Specials of `text`. An answer ends with the first
     special token after the words of the answer. If a stop token directly follows this special
     token, the answer ends with the stop token (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
-    An answer with tool calls may have other special tokens around the calls."""
+    The special tokens around tool calls do not end an answer, unless they are stop tokens."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]

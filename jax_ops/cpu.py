@@ -218,9 +218,9 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
 # (as_uint8) if cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """Computes multiply(x, w) -> [R, O]. On a mesh, each tensor rank multiplies by its shard of w,
-    if `tp` (as in linear()) says how w is sharded. Otherwise XLA's partitioner would gather w,
-    because nt_int16_row splits the rows of w."""
+    """Computes multiply(x, w) -> [R, O]. If `tp` (as in linear()) says how w is sharded over a
+    mesh, each tensor rank multiplies by its own shard of w. If XLA's partitioner did this instead,
+    it would gather w, because nt_int16_row splits the rows of w."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0

@@ -324,8 +324,8 @@ class Int8(Kernel, struct.PyTreeNode):
 
 
 class Transposed(Kernel, struct.PyTreeNode):
-    """A matrix [I, O] stored as [O, I], because this order is faster to read for one row
-    (docs/lab_log.md#weights-on-the-left)."""
+    """A matrix [I, O] stored as [O, I]. This order is read faster when a single row x [1, I] is
+    multiplied by the matrix (docs/lab_log.md#weights-on-the-left)."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
 

@@ -45,9 +45,9 @@ def make_params(config, lora):
 
 
 def move_base(lora, base):
-    """Returns the LoRA entry of a checkpoint with `base` as the place of its base model. base: a
-    pretrained model, or the out_dir of the run whose checkpoint is LoRA's base model. Raises
-    UserError if `lora` is None, that is, for a run without LoRA."""
+    """Returns `lora`, the LoRA entry of a checkpoint, with the place of its base model changed to
+    `base`. base: a pretrained model, or the out_dir of the run whose checkpoint is LoRA's base
+    model. Raises UserError if `lora` is None, that is, for a run without LoRA."""
     if not lora:
         raise UserError('base is for a LoRA run, and this one is not')
     path = full_path(base)

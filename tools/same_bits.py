@@ -46,7 +46,8 @@ class Tree:
         work.mkdir()
 
     def run(self, script, *args, devices=1):
-        """Runs a script of the tree in the work folder. Ends this program if the script fails."""
+        """Runs one of the tree's scripts, with the work folder as the current folder. Ends this
+        program if the script fails."""
         env = {**os.environ, 'JAX_NUM_CPU_DEVICES': str(devices), 'JAX_PLATFORMS': 'cpu'}
         command = [sys.executable, str(self.path / script), *map(str, args)]
         done = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)
@@ -209,7 +210,7 @@ def gpt(tree, inputs):
 
 
 def resumed(tree, inputs):
-    """Trains the same GPT, stopped after ten iterations and resumed."""
+    """Trains the GPT of the function gpt, but stops after ten iterations and resumes."""
     out = tree.work / 'out-resumed'
     tree.train(out, *GPT, tree.data('chars'), '--max_iters=10')
     tree.train(out, '--init_from=resume')
