@@ -217,7 +217,7 @@ def text_of(task, name, default=None):
 
 def read_tasks(path):
     """If `path` is a folder, returns the tasks that read_bundle finds. Otherwise returns a list of
-    one task, the items of the file `path`, without examples and without accuracy of guessing."""
+    one task. Its items are those of the file `path`; it has no examples and no chance accuracy."""
     if os.path.isdir(path):
         return read_bundle(path)
     return [(Path(path).stem, read_items(path), 0, ' ', None)]

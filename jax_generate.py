@@ -1183,11 +1183,11 @@ def piece_length(n_tokens: int, least: int) -> int:
 
 
 def row_width(n_tokens: int) -> int:
-    """Returns the width of the pieces in which scored rows of up to n_tokens tokens are fed. All
-    pieces have this width.
+    """Returns a width for rows of up to n_tokens tokens. Rows that are scored are fed to the model
+    in pieces of this width.
 
-    The width is at most PIECE. four_per_octave rounds the width up to a multiple of 4. Rounding up
-    to the next power of two instead could double the work for a short row."""
+    The width is at most PIECE, and one of few widths, see four_per_octave. Rounding it up to the
+    next power of two instead could double the work for a short row."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)
 

@@ -239,8 +239,8 @@ def find_tokenizer(model):
 
 @functools.cache
 def library_tokenizer(content):
-    """Makes a Tokenizer from the content of a tokenizer.json. The Tokenizer takes names of special
-    tokens in a text as plain text."""
+    """Makes a Tokenizer from the content of a tokenizer.json. If a text contains the name of a
+    special token, such as <|endoftext|>, the Tokenizer encodes it as plain text."""
     from tokenizers import Tokenizer
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()

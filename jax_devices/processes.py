@@ -85,9 +85,9 @@ def launcher_started_several():
 
 
 def check_port_is_free(port):
-    """Raises UserError if another program listens on `port`, the port of process 0. Usually this
-    program is a second process 0. Two processes 0 could listen on the same port, and each would
-    wait for the other processes."""
+    """Raises UserError if another program listens on `port`, the port of process 0. Usually the
+    other program was started as process 0, too. Without this check both could listen on the port,
+    and each would wait for the remaining processes."""
     with socket.socket() as listener:
         # Connections of an earlier run that are still closing do not count.
         if os.name == 'posix':

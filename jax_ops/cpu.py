@@ -163,9 +163,10 @@ def add_up(products):
 def chosen_rows(w_ExOxI, matrix_R, shape):
     """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]; shape replaces the axis of I elements.
 
-    Gathers R * O rows, because XLA:CPU fuses this gather into the loop that reads the result. With
-    a slice w[e] instead, either the slice would be copied, or the loop that reads the slice would
-    not be vectorized, because LLVM would load e again for each element
+    Gathers the R * O rows of these matrices one by one, because XLA:CPU fuses this gather into the
+    loop that reads the result. If each matrix were a slice w[e], with e from matrix_R, either the
+    slice would be copied, or the loop that reads the slice would not be vectorized, because LLVM
+    would load e again for each element
     (docs/lab_log.md#experts-in-decoding)."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)

@@ -20,8 +20,8 @@ REMAT_POLICIES = {
 
 def scan_blocks(gpt, stream, call):
     """Computes `for block in gpt.h: stream, _ = block(stream, call)` as one compiled loop, and
-    returns the last stream. Every call stacks the parameters of all layers. The state and
-    checkpoints keep the layers apart, as h_0, h_1, ..."""
+    returns the last stream. Each time it is called, scan_blocks stacks the parameters of all
+    layers, because the state and checkpoints keep the layers apart, as h_0, h_1, ..."""
     cfg = gpt.config
     block = gpt.h[0].clone(parent=None)
     layers = [gpt.variables['params'][f'h_{i}'] for i in range(cfg.n_layer)]

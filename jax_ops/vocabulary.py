@@ -42,7 +42,8 @@ class Table(NamedTuple):
 
 
 def as_table(table):
-    """Returns an array as a Table, and a Kernel (an Int8) unchanged."""
+    """If `table` is an array, returns it as a Table. If it is a Kernel (an Int8), returns it
+    unchanged."""
     return table if is_kernel(table) else Table(table)
 
 

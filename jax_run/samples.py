@@ -51,8 +51,8 @@ class SampleFile:
                                  for line in self.done.values()))
 
     def keep(self, text):
-        """Puts a line of an earlier command into `done`. Raises UserError if that command had other
-        flags."""
+        """Puts `text`, a line of the file that an earlier command wrote, into `done`. Raises
+        UserError if that command had other flags."""
         try:
             line = json.loads(text)
             is_ours = line['flags'] == self.digest

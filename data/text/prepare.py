@@ -83,8 +83,8 @@ class Texts:
                 yield self.count(read_blocks(path))
 
     def rows(self, path):
-        """Yields the text of each row. Also yields an empty text, so that the empty text counts
-        when every tenth document goes to val."""
+        """Yields the text of each row. Rows with an empty text are not skipped, because they
+        count when every tenth document goes to val."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
@@ -179,9 +179,9 @@ def by_split(lengths):
 
 
 def cut_back(files, log, width):
-    """Truncates the open files of tokens, and the file of lengths, to the pieces that are complete.
-    If tokens of these pieces are missing, truncates all files to nothing. Returns the number of
-    pieces. width: the number of bytes of a token."""
+    """Truncates the open files of tokens, and the file of lengths, to the pieces that `log` lists
+    as complete. If a file has fewer tokens than these pieces have, truncates all files to nothing.
+    Returns the number of pieces. width: the number of bytes of a token."""
     lengths = np.fromfile(log.name, np.int32)
     ends = [width * int(part.sum()) for part in by_split(lengths).values()]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
