@@ -101,7 +101,8 @@ def read_items(path, kind=''):
 
 
 def read_item(line, kind):
-    """Returns the item of a line, with its 'kind'. Raises UserError if the line is not an item."""
+    """Returns the item in a line, with its kind added under 'kind'. Raises UserError if the line is
+    not an item."""
     item = parse_json(line, 'it')
     kind = find_kind(item, kind)
     keys = KINDS[kind]

@@ -173,8 +173,8 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
     So each row has a threshold, the logit of the last token that is kept. A sort would find the
     threshold, but is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits
     are found one after the other, from the highest. For that, floats become unsigned integers in
-    the same order. For each bit, the weights of all tokens at or above the integer with this bit
-    are added. The bit is set if the sum is at least `amount`."""
+    the same order. Each bit is set in the threshold found so far, as a trial. The bit stays set if
+    the weights of all tokens at or above this trial threshold sum to at least `amount`."""
     # integers in the order of the floats: the bits of a positive float grow with it, and get the
     # highest bit; those of a negative float shrink when it grows, and are inverted
     sign = jnp.uint32(1 << 31)

@@ -377,13 +377,13 @@ class TextModel:
     def hidden_states(self, text: str) -> np.ndarray:
         """Returns the input of the first layer and the output of each layer, float32 [n_layer + 1,
         T, D]. The output of the last layer is taken after the final norm, as in transformers'
-        output_hidden_states. Text and errors are as in logits."""
+        output_hidden_states. `text` and the errors are as in logits()."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'hidden_states')
 
     def attention(self, text: str) -> np.ndarray:
         """Returns the attention probabilities of each head, float32 [n_layer, H, T (queries), T
-        (keys)], as transformers' output_attentions. Text and errors are as in logits."""
+        (keys)], as transformers' output_attentions. `text` and the errors are as in logits()."""
         from jax_run.inside import look_inside  # what writes texts needs none of it
         return look_inside(self, self.encode(text), 'attention')
 

@@ -321,8 +321,8 @@ class Terminal:
 
 @contextlib.contextmanager
 def until_closed():
-    """Discards all output from here on if a write of the block fails because the terminal has
-    closed."""
+    """Runs the block of a with statement. If writing output in the block fails because the terminal
+    has closed, the block ends there, and all output from then on is discarded."""
     try:
         yield
     except OSError as error:

@@ -358,8 +358,8 @@ class Answer(NamedTuple):
 
 
 def find_answer(tokenizer, chat, i, text):
-    """Finds message i of a Chat, an answer, in `text`, the rendering of the Chat. Returns an
-    Answer.
+    """Finds an answer in `text`, and returns it as an Answer. The answer is message i of the Chat;
+    `text` is the rendered Chat.
 
     Renders the Chat with a mark in place of the answer, to see the text that the template writes
     around the answer, even if the template rewrites earlier turns. Raises UserError if the template

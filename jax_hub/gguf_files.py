@@ -140,8 +140,9 @@ def tensor_type(name, shape, dtype, types):
 
 
 def check_range(name, x, kind):
-    """Raises UserError if a tensor has weights that are infinite in the GGUF type `kind`. q8_0 has
-    one scale in float16 for 32 weights: the largest of these weights, divided by 127."""
+    """Raises UserError if a tensor has weights that are infinite in the GGUF type `kind`. In
+    q8_0 the scale can overflow: 32 weights share one in float16, the largest of them divided by
+    127."""
     limits = {'F16': 65504, 'Q8_0': 127 * 65504}
     if kind in limits and np.abs(x).max(initial=0) > limits[kind]:
         raise UserError(f'{name} has weights above {limits[kind]:,}, which are infinite in {kind}; '

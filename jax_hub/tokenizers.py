@@ -307,9 +307,10 @@ def is_own_copy(settings):
 
 def is_as_filed(folder, settings):
     """Returns whether tokenizer.json and `settings`, the content of tokenizer_config.json, describe
-    the tokenizer of a folder completely. Three things must hold: the class is AS_FILED, which
-    changes nothing; `settings` have no chat template, no added token and no auto_map; the folder
-    has no other file that can add something to the tokenizer, such as config.json."""
+    the tokenizer of a folder completely. Three things must hold: the tokenizer's class is
+    AS_FILED, which adds nothing to tokenizer.json; `settings` have no chat template, no added token
+    and no auto_map; the folder has no other file that can add something to the tokenizer, such as
+    config.json."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}

@@ -62,7 +62,8 @@ class Tree:
 
 
 def write_text(folder):
-    """Writes the text of all data sets, some 100 kB of this repository's docs as they are now."""
+    """Writes the one text from which all data sets are made: some 100 kB of this repository's docs,
+    as they are now."""
     text = ''.join(
         path.read_text(encoding='utf-8') for path in sorted((ROOT / 'docs').glob('*.md')))
     (folder / 'text.txt').write_text(text[:100_000] + 'é 漢 🙂\n', encoding='utf-8')

@@ -66,7 +66,8 @@ class Read(NamedTuple):
 
 def read_examples(path, enc, vocabulary, folder, source):
     """Encodes the rows of a file. A row holds one conversation, or a pair of conversations. Returns
-    Read. Leaves out rows with a conversation in which no answer counts, and pairs of equal answers.
+    a Read. Leaves out rows with a conversation in which no answer counts, and pairs of equal
+    answers.
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
     Called again with the same source, as after a kill, the function continues after the rows in

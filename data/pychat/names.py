@@ -97,8 +97,9 @@ def from_tree(tree, holder, kind):
 
 def from_c():
     """Yields Nameds for the parts of Python's library that are written in C: the builtins; the
-    public names in modules without a source; and the public names in C of the modules in WITH_C,
-    which are written in Python and take functions from C. The modules themselves are included."""
+    public names in modules without a source; and, for the modules in WITH_C (modules in Python that
+    import functions from C), the public names that come from C. The modules themselves are
+    included."""
     for module in sorted(sys.stdlib_module_names):
         is_public = not module.startswith('_') and module not in SKIPPED
         if module in WITH_C or (is_public and is_c(module)):

@@ -76,15 +76,15 @@ MAX_CHARACTERS = 600
 
 
 class Maker:
-    """Makes conversations about the names of modules, classes, functions and methods. A conversation
-    is a list of questions and answers in turn. The wording of the questions depends on the split:
-    'train', 'val' or 'test'."""
+    """Makes conversations about the names of modules, classes, functions and methods. A
+    conversation is a list of questions and answers in turn. The wording of the questions depends on
+    the split: 'train', 'val' or 'test'."""
 
     def __init__(self, names, every, library, seed):
         """Groups the names by what can be asked about them.
 
         names: {name: Named} of the names whose Named has a sentence. every: the set of all names,
-        also of those without a sentence. library: how the answers call the library."""
+        also of those without a sentence. library: the library's name in the answers."""
         self.names = names
         self.every = every
         self.library = library
@@ -180,9 +180,9 @@ class Maker:
         return known if known in self.names else min(self.names)
 
     def invent(self):
-        """Returns a new name that does not exist, made in one of four ways: a real last part in
-        another place; a real last part with one more word; a last part of two words; a real last
-        part in a module that does not exist."""
+        """Returns a new name that does not exist, made in one of four ways. Its last part,
+        after the last dot, is a real one under another parent; a real one with a word added; two
+        words joined; or a real one in a module that does not exist."""
         way = self.random.randrange(4)
         for attempt in itertools.count():
             if attempt == 100:  # a small package has few names to put together
@@ -236,8 +236,8 @@ class Maker:
         return self.join(made)
 
     def join(self, made):
-        """Joins two of five conversations with the next one or two conversations, because people ask
-        about one thing after another. A joined conversation has at most MAX_CHARACTERS."""
+        """Joins two of five conversations with the next one or two conversations, because people
+        ask about one thing after another. A joined conversation has at most MAX_CHARACTERS."""
         joined = []
         n_more = 0  # how many more conversations are joined to the last one
         for turns in made:
