@@ -68,7 +68,8 @@ def name_targets(modules, others):
     """Returns the names by which peft finds the modules of an adapter. Usually these are the ends
     of the modules' names, such as 'q_proj'. If a module in `others` has the same end, or if the
     model has a vision part, returns the whole names. Raises UserError if a module of experts in
-    `others` has the same end, because peft would find that module by the whole names, too."""
+    `others` has the same end, because peft would match that module, too, even if the adapter lists
+    whole names."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

@@ -314,8 +314,8 @@ def nt_int16(x_RxI, w_OxI):
 
 @functools.cache
 def nt_uint8():
-    """Returns a JAX primitive that computes x @ w.T -> int32 of uint8 x and int8 w. nt_weights_left
-    passes the weights as x.
+    """Returns a JAX primitive that computes x @ w.T for uint8 x and int8 w; the result is int32.
+    nt_weights_left passes the weights as x.
 
     The primitive is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as
     long. A primitive of its own is needed, because JAX's lowering converts operands of two dtypes

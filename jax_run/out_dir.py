@@ -95,8 +95,8 @@ class OutDir:
             warn(f'cannot write {self.path}/config.json anew: {error.strerror}')
 
     def is_saving(self):
-        """Returns whether a checkpoint is being written in the background, or the save of the last
-        checkpoint has begun."""
+        """Returns whether a checkpoint is being written in the background, or whether the run has
+        begun to save its final checkpoint."""
         return self.is_ending or bool(self.checkpoints and self.checkpoints.is_saving_in_progress())
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):

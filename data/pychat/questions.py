@@ -236,7 +236,7 @@ class Maker:
         return self.join(made)
 
     def join(self, made):
-        """Joins two of five conversations with the next one or two conversations, because people
+        """Joins 40% of the conversations with the one or two that follow, because people
         ask about one thing after another. A joined conversation has at most MAX_CHARACTERS."""
         joined = []
         n_more = 0  # how many more conversations are joined to the last one
