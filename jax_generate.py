@@ -456,11 +456,11 @@ def commit(tree: Any, params: dict) -> Any:
 
 
 class Unread(NamedTuple):
-    """Prompts that a Decoder has yet to prefill: the arguments of Decoder.read_prompts."""
+    """Prompts that a Decoder has yet to prefill."""
     tokens_BxT: np.ndarray
     length_B: np.ndarray
-    n_held: int = 0
-    least_width: int = 16
+    n_held: int = 0  # the number of first tokens that the cache holds already
+    least_width: int = 16  # the least width of the pieces in which prompts are computed
 
 
 class Decoder:
@@ -492,7 +492,7 @@ class Decoder:
         # RoPE's do not end
         self.max_cached = config.block_size if config.position == 'learned' else PAD
         self.n_slots = 0  # slots of the cache; 0: there is none yet
-        self.unread: Unread | None = None  # the prompts, until read() is called
+        self.unread: Unread | None = None  # the prompts, until read_prompts()
         # n_draft stays here if drafts are dropped, because the cache keeps their slots
         on_cpu = all(device.platform == 'cpu' for device in devices_of(params))
         self.cache_options: dict[str, Any] = {
@@ -523,20 +523,13 @@ class Decoder:
             self.state.cache, batch_size=batch_size, n_slots=self.n_slots, **self.cache_options)
         self.state = self.state.replace(cache=commit(cache, self.params))
 
-    def read(self) -> None:
-        """Prefills the cache with the prompts in `unread`."""
+    def read_prompts(self) -> None:
+        """Prefills the cache with each row of `unread` except its last token, which the first decode
+        step feeds. A row that is too long for the cache is left out. Equal prompts are computed
+        once."""
         assert self.unread is not None
-        self.read_prompts(*self.unread)
+        tokens_BxT, length_B, n_held, least_width = self.unread
         self.unread = None
-
-    def read_prompts(self, tokens_BxT: np.ndarray, length_B: np.ndarray, n_held: int = 0,
-                     least_width: int = 16) -> None:
-        """Prefills the cache with each row except its last token, which the first decode step
-        feeds.
-
-        A row that is too long for the cache is left out. Equal prompts are computed once. n_held:
-        the number of first tokens that the cache holds already. least_width: the least width of the
-        pieces in which prompts are computed."""
         # where each row's prefilled tokens end: at 0 if it is too long for a cache
         fits_B = length_B <= self.max_cached
         if not fits_B.any():
@@ -865,9 +858,9 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
     decoder.unread = Unread(tokens_BxT, length_B)
     if prefix_cache is not None:
         n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
-        decoder.unread = Unread(tokens_BxT, length_B, n_held, least_width=64)
+        decoder.unread = decoder.unread._replace(n_held=n_held, least_width=64)
     if reads:
-        decoder.read()
+        decoder.read_prompts()
     return decoder
 
 

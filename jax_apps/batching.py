@@ -21,7 +21,7 @@ import numpy as np
 
 from jax_flags import UserError
 from jax_generate import (
-    Decoder, commit, copy_result, create_decode_state, filled, power_of_two, right_padded,
+    Decoder, Unread, commit, copy_result, create_decode_state, filled, power_of_two, right_padded,
     stack_controls)
 from jax_transformer import select_rows
 
@@ -154,7 +154,7 @@ class Batch:
             groups[power_of_two(row.length) if together else -i].append(row.decoder)
         for decoders in groups.values():
             if len(decoders) == 1:
-                decoders[0].read()
+                decoders[0].read_prompts()
             else:
                 read_together(decoders)
 
@@ -282,10 +282,7 @@ class Batch:
         row's whole state back."""
         if row.place is None:
             return
-        decoder = row.decoder
-        cache = take_row(self.decoder.state.cache, np.int32(row.place))
-        decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
-        decoder.n_slots = self.decoder.n_slots
+        copy_cache(self.decoder, row.place, row.decoder)
         self.places[row.place] = None
         row.place = None
 
@@ -303,12 +300,19 @@ def read_together(decoders):
     together = Decoder(
         first.params, first.config, state, first.controls, first.sampling,
         longest=max(decoder.longest for decoder in decoders), n_columns=tokens_BxT.shape[1])
-    together.read_prompts(tokens_BxT, length_B, least_width=first.unread.least_width)
+    together.unread = Unread(tokens_BxT, length_B, least_width=first.unread.least_width)
+    together.read_prompts()
     for i, decoder in enumerate(decoders):
-        cache = take_row(together.state.cache, np.int32(i))
-        decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
-        decoder.n_slots = together.n_slots
+        copy_cache(together, i, decoder)
         decoder.unread = None
+
+
+def copy_cache(source, place, decoder):
+    """Copies row `place` of the KV cache of the Decoder `source` to `decoder`, which has one
+    row."""
+    cache = take_row(source.state.cache, np.int32(place))
+    decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
+    decoder.n_slots = source.n_slots
 
 
 @jax.jit
