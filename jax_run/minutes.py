@@ -43,18 +43,28 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
     eval_s = time.perf_counter() - clock.compiling - begun
 
     # the remaining time, without the evaluations at the start and at the end
-    n = 0
-    if jax.process_index() == 0:  # the others take the number of process 0
-        left = clock.started + 60 * flags['minutes'] * (1 - FOR_SAVES) - time.perf_counter()
-        left -= 2 * eval_s
-        fitting = int(left / (seconds + eval_s / flags['eval_interval']))
-        n = run.iter_num + max(1, fitting)
-    n = int(layout.max_over_processes(n))
+    left = time_of_end(flags, clock.started) - time.perf_counter() - 2 * eval_s
+    n = run.iter_num + count_fitting(layout, left, seconds, eval_s, flags['eval_interval'])
     warmup = fitting_warmup(flags['warmup_iters'], n)
     print(f"minutes={flags['minutes']:g}: max_iters={n}, also lr_decay_iters, "
           f'warmup_iters={warmup} ({n_timed} iterations took {seconds * 1000:.2f}ms each)')
     clock.lap()  # the time of this measurement does not count as the run's
     return n
+
+
+def time_of_end(flags, started):
+    """Returns the time.perf_counter() at which a run that began at `started` should end, except for
+    its last save."""
+    return started + 60 * flags['minutes'] * (1 - FOR_SAVES)
+
+
+def count_fitting(layout, left, seconds, eval_s, eval_interval):
+    """Returns how many iterations fit into `left` seconds, at least one. All processes get the number
+    of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation."""
+    n = 0
+    if jax.process_index() == 0:
+        n = max(1, int(left / (seconds + eval_s / eval_interval)))
+    return int(layout.max_over_processes(n))
 
 
 class Deadline:
@@ -67,7 +77,7 @@ class Deadline:
         self.layout = layout
         self.max_iters = run.flags['max_iters']
         self.eval_interval = run.flags['eval_interval']
-        self.at = started + 60 * run.flags['minutes'] * (1 - FOR_SAVES)
+        self.at = time_of_end(run.flags, started)
         self.eval_s = 0.0  # seconds of an evaluation
         self.measure_from(run.iter_num, 0.0)
 
@@ -84,10 +94,7 @@ class Deadline:
         and have the same max_iters afterwards. log: the RunLog."""
         if iter_num < self.next or iter_num >= self.max_iters:
             return False
-        n = 0
-        if jax.process_index() == 0:  # the others take the number of process 0
-            n = iter_num + max(1, self.count_fitting(iter_num, log.evaluating_s))
-        n = int(self.layout.max_over_processes(n))
+        n = iter_num + self.count_fitting(iter_num, log.evaluating_s)
         is_moved = abs(n - self.max_iters) > MOVED * self.max_iters
         if is_moved:
             self.max_iters = n
@@ -107,7 +114,7 @@ class Deadline:
         # saves between the evaluations belong to the iterations
         seconds = (now - self.begun - evaluating_s) / (iter_num - self.first)
         left = self.at - now - self.eval_s
-        return int(left / (seconds + self.eval_s / every))
+        return count_fitting(self.layout, left, seconds, self.eval_s, every)
 
 
 def say_if_few_iterations(flags, source, seconds):

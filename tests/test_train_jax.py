@@ -264,19 +264,23 @@ def fixed_iterations(said):
     return n, warmup
 
 
+def has_not_moved(deadline, iter_num, log):
+    return False
+
+
 @pytest.fixture(scope='session')
 def timed(flags, tmp_path_factory):
     """(the out_dir of a run with --minutes, what it printed), with the end that was measured before it began."""
     out = tmp_path_factory.mktemp('timed') / 'out'
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Deadline, 'has_moved', lambda self, iter_num, log: False)
+        patch.setattr(Deadline, 'has_moved', has_not_moved)
         return out, succeeded(train(out, *flags, *MINUTES)).stdout
 
 
 @pytest.fixture
 def steady(monkeypatch):
     """Keeps the end of a run with --minutes where it was measured before the run."""
-    monkeypatch.setattr(Deadline, 'has_moved', lambda self, iter_num, log: False)
+    monkeypatch.setattr(Deadline, 'has_moved', has_not_moved)
 
 
 def test_a_run_of_minutes_fixes_its_iterations_and_has_its_schedule_from_the_first_one_on(timed):
