@@ -113,7 +113,8 @@ def test_generated_tokens_have_the_log_probabilities_of_a_pass_without_a_cache(s
     # (dtype, the largest mean of the differences, the largest difference): the weights are random, and eight bits round
     # keys and values; among a thousand cases the means were up to 0.04 and 0.18, single tokens up to 0.5 and 0.9
     cache_dtype, mean, largest = draw.choice([
-        ('auto', 1e-4, 2e-4), ('auto', 1e-4, 2e-4), ('bfloat16', 0.03, 0.2), ('int8', 0.08, 1.0), ('float8', 0.3, 2.0)])
+        ('auto', 1e-4, 2e-4), ('auto', 1e-4, 2e-4), ('bfloat16', 0.03, 0.1), ('int8', 0.06, 0.6),
+        ('float8', 0.25, 1.0)])
     options = dict(
         cache_dtype=cache_dtype, temperature=draw.choice([0, 0.7, 1.0]), top_k=draw.choice([None, 5]),
         top_p=draw.choice([None, 0.9]), repetition_penalty=draw.choice([None, 1.3]),
