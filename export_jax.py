@@ -125,7 +125,8 @@ def base_on_hub(source):
 
 
 def describe_run(run, iteration):
-    """Returns the card's text about the training: its length, then a table of figures and settings.
+    """Returns the part of the model card about the training: how long the training was, then a
+    table of figures and settings.
 
     run: the flags of the run, {name: value}. iteration: the iteration of the checkpoint."""
     records = list(read_metrics(run_folder(out_dir).files))

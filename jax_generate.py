@@ -958,12 +958,13 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
           batch_size: int = 16, cache_dtype: str = 'auto',
           with_top: bool = False) -> list[list[tuple]]:
     """Returns the natural log-probabilities of given tokens: for each item a list with one pair per
-    row. A pair is (log-probabilities, float32 [n]; whether no token is likelier, bool [n]), where n
-    = len(ids) - start.
+    row. A row is (ids, start), and the n tokens ids[start:] are scored; start is at least 1. The
+    pair of a row has their log-probabilities, float32 [n], and whether each of them is a likeliest
+    token at its position, bool [n].
 
     params: the parameters in the form for decoding.
-    items: lists of rows (ids, start). ids[start:] are scored; start is at least 1. The beginning
-    that all rows of an item have in common is computed once, and the rows share its KV cache.
+    items: lists of rows. The beginning that all rows of an item have in common is computed once,
+    and the rows share its KV cache.
     max_length: the most tokens of context; 0 is the config's block_size. A longer row is split by
     windows(); the rows of its item then share nothing.
     batch_size: how many rows of up to PIECE tokens are computed together; fewer if rows are longer.
@@ -1165,13 +1166,14 @@ def four_per_octave(n: int, least: int) -> int:
 
 
 def piece_length(n_tokens: int, least: int) -> int:
-    """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled:
-    max(least, 16) for up to 16 tokens, max(least, 64) for up to 256, PIECE for more.
+    """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled: one of
+    few widths, because each is compiled. A piece is computed with its padding, so that a short
+    prompt has a narrow one.
 
     n_tokens: the length of the longest prompt, without the tokens that the cache holds already."""
-    # a piece is computed with its padding, so that a short prompt has a narrow one
-    if n_tokens <= 256:
-        return max(least, 16 if n_tokens <= 16 else 64)
+    for most, width in ((16, 16), (64, 64), (256, 128)):
+        if n_tokens <= most:
+            return max(least, width)
     return PIECE
 
 

@@ -28,6 +28,7 @@ from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
     ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention,
     span_limits)
+from jax_ops.cpu import computed_once
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
 from jax_ops.matmul import (
@@ -511,6 +512,8 @@ def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Arr
     mask_BxTxS = attention_mask(config, layer_type, call, key_position_BxS)
     options = {'scale': scale, 'cap': config.attention_cap, 'sinks_H': sinks_H}
     if is_cached and T < S and T * S >= 2**18:
+        # padding at the end of a prompt sees no key, so that its blocks are skipped
+        mask_BxTxS &= (call.position_BxT < PAD)[:, :, None]
         return blockwise_attention(*qkv, mask_BxTxS, **options)
     return dot_product_attention(
         *qkv, mask_BxTxS, **options, dropout_rate=config.dropout, key_B=key_B)
@@ -987,9 +990,12 @@ def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_Bx
     arXiv:2104.09864), in float32. If config.rope_width is set, rope_width takes the place of K:
     only the first rope_width channels form pairs, and the other channels are unchanged."""
     frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
-    # [B, T, 1, K / 2]
-    angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
-    cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
+
+    def cos_and_sin(position_BxT):  # [B, T, 1, K]
+        angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
+        return amplitude * jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+    cos, sin = jnp.split(computed_once(cos_and_sin, position_BxT), 2, axis=-1)
     rotated, rest = jnp.split(x_BxTxHxK, [2 * len(frequencies)], axis=-1)
     a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -351,9 +351,9 @@ def make_folder(folder):
 
 
 def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_bytes=None, **meta):
-    """Writes a data set from memory. documents: {'train', 'val': a list with the ids of each
-    document}. Returns the number of tokens {'train', 'val'}. The other parameters are those of
-    finish_data_set."""
+    """Writes a data set from memory. Returns a dict with the number of tokens of 'train' and of
+    'val'. documents: a dict; for 'train' and for 'val' it has a list of documents, and a document
+    is a list of token ids. The other parameters are those of finish_data_set."""
     make_folder(folder)
     lengths = {}
     for split, parts in documents.items():

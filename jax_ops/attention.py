@@ -433,7 +433,8 @@ def attend_block(common, first, first_key, block):
     """Computes softmax(mask(q k^T * scale)) v of some queries and keys of one sequence -> [G, T Q,
     K].
 
-    first, first_key: the positions of the first query and key. block: their Sequence."""
+    first, first_key: the positions of the first query and of the first key. block: a Sequence that
+    has these queries and keys only."""
     q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = block
     G, TQ = q_GxTQxK.shape[:2]
     n_queries, n_keys = TQ // common.Q, k_GxSxK.shape[1]
@@ -545,6 +546,7 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
     softmax = max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK
     _, sum_BxGxTQx1, y_BxGxTQxK = jax.lax.fori_loop(0, is_used_n.sum(), attend_next, softmax)
+    sum_BxGxTQx1 = jnp.maximum(sum_BxGxTQx1, 1)  # below 1 only for queries that see no key
     return unfold_groups((y_BxGxTQxK / sum_BxGxTQx1).astype(v_BxSxGxK.dtype), T)
 
 

@@ -92,6 +92,21 @@ def fusion_barrier(condition, f, otherwise, *args):
     return jax.lax.cond(condition, f, constant, *args)
 
 
+def computed_once(f, position_BxT):
+    """Computes f(position_BxT), an array. XLA:CPU would fuse f into each operation that reads the
+    result, and so compute each cosine of RoPE again for every head: a prompt of 512 tokens of
+    SmolLM2 in int8 then takes 480 ms, not 455."""
+    is_decoding = position_BxT.shape[-1] == 1  # a step computes too few elements
+    if is_decoding or current_mesh():
+        return f(position_BxT)
+
+    def on_cpu(position_BxT):
+        is_position = position_BxT[0, 0] > jnp.iinfo(jnp.int32).min  # true
+        return fusion_barrier(is_position, f, 0, position_BxT)
+
+    return jax.lax.platform_dependent(position_BxT, cpu=on_cpu, default=f)
+
+
 def lane_terms(n, lanes, least, most):
     """Returns the largest t from `least` to `most` such that lanes * t divides n; None if there is
     no such t. A row of n elements is then split into blocks of lanes * t elements. Each block is

@@ -48,9 +48,9 @@ def scan_blocks(gpt, stream, call):
 
 
 def map_sequence_chunks(f, chunk, *xs_BxT):
-    """Computes f(*xs) -> [B, T], or a tree of such arrays, for `chunk` of the T positions at a
-    time. The backward pass computes f again, so that the intermediate values of f (logits) exist
-    for one chunk only.
+    """Computes f(*xs) in chunks, `chunk` of the T positions at a time. Returns an array [B, T], or
+    a tree of such arrays. The backward pass computes f again, so that the intermediate values of f
+    (logits) exist for one chunk only.
 
     chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
     B, T = xs_BxT[0].shape[:2]

@@ -102,8 +102,8 @@ class Deadline:
         return is_moved
 
     def count_fitting(self, iter_num, evaluating_s):
-        """Returns how many iterations fit into the remaining time, from iteration iter_num on. The
-        speed is that since the last measurement. The time of the evaluation at the end is
+        """Returns how many iterations fit into the remaining time, from iteration iter_num on, at the
+        average speed since the last measurement. The time of the evaluation at the end is
         subtracted first. evaluating_s: RunLog.evaluating_s now."""
         now = time.perf_counter()
         evaluating_s -= self.evaluating_s

@@ -112,9 +112,9 @@ def describe_drafts(generations):
 
 def bytes_read_per_step(params, config, n_tokens):
     """Returns the number of bytes of parameters that a decode step reads. n_tokens: the number of
-    tokens of the step, of all rows together. Tables that without_tables leaves out do not count,
-    because a step looks up only single rows of a table. Experts count by their expected number (see
-    expected_experts)."""
+    tokens of the step, of all rows together. Embedding tables are not counted, because a step reads
+    only single rows of them (without_tables says which tables these are). Experts count by their
+    expected number (see expected_experts)."""
     share = 1.0
     if config.moe:
         share = expected_experts(config.moe, n_tokens) / config.moe.n_expert

@@ -97,6 +97,16 @@ def test_blockwise_attention_never_reads_blocks_of_keys_that_the_mask_forbids():
     np.testing.assert_allclose(jax.jit(blockwise_attention)(q, k, v, mask), expected, atol=1e-6)
 
 
+def test_blockwise_attention_gives_zeros_to_queries_that_see_no_key():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(1, 512, 2, 8)).astype(np.float32) for _ in range(3))
+    mask = np.tril(np.ones((1, 512, 512), bool))
+    mask[:, 200:] = False  # the padding at the end of a prompt; its second block of queries sees nothing
+    y = jax.jit(blockwise_attention)(q, k, v, mask)
+    np.testing.assert_allclose(y[:, :200], jax.jit(dot_product_attention)(q, k, v, mask)[:, :200], atol=1e-6)
+    assert not np.any(y[:, 256:])
+
+
 @pytest.mark.slow
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
