@@ -194,10 +194,11 @@ def cut_back(files, log, width):
 
 
 def write_tokens(folder, source, texts, vocabulary, num_threads):
-    """Writes the tokens of all texts to train.part.bin and val.part.bin. Called again with the same
-    source, the function continues: a piece is done once its number of tokens is in
-    lengths.part.bin. source: a JSON value that tells this command from another one. Returns
-    {'train', 'val': the numbers of tokens of the pieces}."""
+    """Writes the tokens of all texts to train.part.bin and val.part.bin, piece by piece. Returns a
+    dict: for 'train' and for 'val' the number of tokens of each piece.
+
+    source: a JSON value that identifies the command. If the last call had the same source and was
+    interrupted, the function continues after the last piece with a number in lengths.part.bin."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
