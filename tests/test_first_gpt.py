@@ -31,8 +31,9 @@ def test_the_notebook_runs_and_shows_curves_texts_and_an_export(speaking, tmp_pa
     assert os.path.exists(tree / 'out-notebook-export' / 'model.safetensors')
 
 
-def test_the_notebook_is_stored_with_its_pictures_and_small():
+def test_the_notebook_is_stored_with_all_its_outputs_and_small():
     path = ROOT / 'notebooks' / 'first_gpt.ipynb'
     cells = json.loads(path.read_text())['cells']
     assert path.stat().st_size < 600_000
+    assert all(cell['outputs'] for cell in cells if cell['cell_type'] == 'code')
     assert any('image/png' in output.get('data', {}) for cell in cells for output in cell.get('outputs', []))
