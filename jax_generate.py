@@ -771,8 +771,8 @@ def generate_stream(
 
     chunk: the number of tokens between two results, or a function that is called before each chunk
     and returns this number. If it is not given, all tokens after the first come at once.
-    prefix_cache: a PrefixCache, for a batch of one row. The tokens with which both this row and the
-    row of the last call begin are not computed again.
+    prefix_cache: a PrefixCache, for a batch of one row. If this row begins with the same tokens as
+    the row of the last call, these tokens are not computed again.
     The other parameters are those of generate."""
     prompts = Prompts(idx_BxT, rng, prompt_lengths_B, sample_index_B)
     sampling = with_changes(sampling, max_new_tokens, changes)

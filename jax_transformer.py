@@ -591,7 +591,8 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 # --- one layer's cache in a forward pass
 
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
-    """Returns whether a layer's cache is a ring of its attention span.
+    """Returns whether a layer's cache is a ring buffer, with as many slots as its attention span
+    (block_size in a layer without a window or chunks).
 
     A cache is a ring if positions may exceed the span, so that keys are overwritten. This is so in
     each layer with a window or chunks, and in all layers of a model with RoPE, because RoPE's

@@ -271,8 +271,8 @@ class Layout:
         return step_on_mesh
 
     def mesh_context(self):
-        """Returns the context manager for running other compiled functions: on a mesh jax.set_mesh,
-        else one that does nothing."""
+        """Returns the context manager in which decoding and scoring run. With a mesh, it is
+        jax.set_mesh(mesh). Without a mesh, it does nothing."""
         return contextlib.nullcontext() if self.is_replicated else jax.set_mesh(self.mesh)
 
 

@@ -82,8 +82,10 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 def fusion_barrier(condition, f, otherwise, *args):
     """Computes f(*args) if the condition holds, else returns an array filled with `otherwise`.
-    XLA:CPU moves nothing across a condition. Without the condition, XLA:CPU would compute the input
-    again for each row of the weights, or convert the weights ahead of the decode loop."""
+
+    XLA:CPU moves nothing into or out of a conditional. This matters where f multiplies by weights:
+    without the conditional, XLA:CPU would compute the other operand again for each row of the
+    weights, or convert the weights before the decode loop."""
     y = jax.eval_shape(f, *args)
 
     def constant(*args):

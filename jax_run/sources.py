@@ -184,7 +184,7 @@ class Windows:
         return scale_weights(batch, self.count(places), len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns the number of passes over the split that n_sequences sequences make."""
+        """Returns how many times n_sequences sequences go through the split."""
         return n_sequences / self.order.n
 
     def spread(self, n_rows: int) -> np.ndarray:

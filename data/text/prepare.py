@@ -83,8 +83,8 @@ class Texts:
                 yield self.count(read_blocks(path))
 
     def rows(self, path):
-        """Yields the text of each row. Rows with an empty text are not skipped, because they
-        count when every tenth document goes to val."""
+        """Yields the text of each row. Also yields empty texts: every tenth document goes to val,
+        and empty ones are included in this count."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
