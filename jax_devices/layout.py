@@ -36,9 +36,9 @@ class Layout:
 
     zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, each device updates its shard
     of the parameters, and at the end of the step the parameters are all-gathered. zero=1 requires
-    that fsdp, tensor, expert and context are 1. Raises UserError for another `zero`, for zero=1
-    with other sizes, and if fsdp * tensor * expert * context does not divide the number of
-    devices."""
+    that fsdp, tensor, expert and context are 1. Raises UserError if `zero` is not 0, 1 or 2; if
+    zero=1 and one of fsdp, tensor, expert and context is not 1; and if their product does not
+    divide the number of devices."""
 
     def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                  expert: int = 1, context: int = 1, zero: int = 0):

@@ -201,7 +201,7 @@ class Watch(threading.Thread):
             self.has_work.set()
 
     def end(self):
-        """Ends the limit of the calling thread. Returns whether the thread's time was over."""
+        """Removes the time limit of the calling thread. Returns whether the thread exceeded it."""
         thread = threading.get_ident()
         with self.lock:
             del self.limits[thread]
