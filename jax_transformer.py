@@ -986,18 +986,27 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
     return rope_inv_freq(config.rope_theta, width, config.rope_scaling), amplitude
 
 
-def apply_rope(config: GPTConfig, layer_type: str, x_BxTxHxK: Array, position_BxT: Array) -> Array:
-    """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
-    arXiv:2104.09864), in float32. If config.rope_width is set, rope_width takes the place of K:
-    only the first rope_width channels form pairs, and the other channels are unchanged."""
-    frequencies, amplitude = rope_of_layer(config, layer_type, x_BxTxHxK.shape[-1])
+def rope_table(config: GPTConfig, layer_type: str, head_width: int,
+               position_BxT: Array) -> tuple[Array, Array]:
+    """Returns (the cosines; the sines) of position * frequency_j for the F pairs of rope_of_layer,
+    times its factor, float32 [B, T, 1, F] each."""
+    frequencies, amplitude = rope_of_layer(config, layer_type, head_width)
 
-    def cos_and_sin(position_BxT):  # [B, T, 1, K]
+    def cos_and_sin(position_BxT):
         angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
         return amplitude * jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 
     cos, sin = jnp.split(computed_once(cos_and_sin, position_BxT), 2, axis=-1)
-    rotated, rest = jnp.split(x_BxTxHxK, [2 * len(frequencies)], axis=-1)
+    return cos, sin
+
+
+def apply_rope(x_BxTxHxK: Array, table: tuple[Array, Array]) -> Array:
+    """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
+    arXiv:2104.09864), in float32. If config.rope_width is set, rope_width takes the place of K:
+    only the first rope_width channels form pairs, and the other channels are unchanged. table: the
+    result of rope_table."""
+    cos, sin = table
+    rotated, rest = jnp.split(x_BxTxHxK, [2 * cos.shape[-1]], axis=-1)
     a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     turned = turned.astype(x_BxTxHxK.dtype)
@@ -1015,8 +1024,9 @@ def apply_positions(config: GPTConfig, layer_type: str, q_BxTxHxK: Array, k_BxTx
         growth_BxT = jnp.log1p((position_BxT + 1) // config.query_growth_every)
         scale_BxTx1x1 = (1 + config.query_growth * growth_BxT)[..., None, None]
         return (q_BxTxHxK * scale_BxTx1x1).astype(q_BxTxHxK.dtype), k_BxTxGxK
-    q_BxTxHxK = apply_rope(config, layer_type, q_BxTxHxK, position_BxT)
-    k_BxTxGxK = apply_rope(config, layer_type, k_BxTxGxK, position_BxT)
+    table = rope_table(config, layer_type, q_BxTxHxK.shape[-1], position_BxT)
+    q_BxTxHxK = apply_rope(q_BxTxHxK, table)
+    k_BxTxGxK = apply_rope(k_BxTxGxK, table)
     if config.qk_norm == 'plain':
         q_BxTxHxK = rms_normalize(q_BxTxHxK, config.norm_eps).astype(q_BxTxHxK.dtype)
         k_BxTxGxK = rms_normalize(k_BxTxGxK, config.norm_eps).astype(k_BxTxGxK.dtype)
@@ -1058,14 +1068,14 @@ class LatentAttention(nn.Module):
         q = Dense(cfg, H * (mla.nope_dim + mla.rope_dim), name='q_b')(q_in)
         q_BxTxHxK = q.reshape(B, T, H, -1)
         q_nope_BxTxHxK, q_rope_BxTxHxK = jnp.split(q_BxTxHxK, [mla.nope_dim], axis=-1)
-        q_rope_BxTxHxK = apply_rope(cfg, self.layer_type, q_rope_BxTxHxK, call.position_BxT)
+        table = rope_table(cfg, self.layer_type, mla.rope_dim, call.position_BxT)
+        q_rope_BxTxHxK = apply_rope(q_rope_BxTxHxK, table)
 
         # keys and values: one latent per token, and one key part with RoPE for all heads
         kv_a = Dense(cfg, mla.kv_rank + mla.rope_dim, tp=(), name='kv_a')(x_BxTxD)
         latent_BxTxC, k_rope_BxTxK = jnp.split(kv_a, [mla.kv_rank], axis=-1)
         latent_BxTxC = RMSNorm(cfg, 1e-6, name='kv_norm')(latent_BxTxC)
-        k_rope_BxTx1xK = apply_rope(
-            cfg, self.layer_type, k_rope_BxTxK[:, :, None], call.position_BxT)
+        k_rope_BxTx1xK = apply_rope(k_rope_BxTxK[:, :, None], table)
         kv = {'latent': latent_BxTxC[:, :, None], 'rope': k_rope_BxTx1xK}
         key_position_BxS = None
         if cache is not None:

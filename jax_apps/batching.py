@@ -179,8 +179,8 @@ class Batch:
         self.decoder = None
 
     def decode(self, rows, n_new):
-        """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK tokens. If there
-        is only one process, and every step so far took longer than SLOW_STEP, a chunk is one
+        """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK tokens. If
+        there is only one process, and every step so far took longer than SLOW_STEP, a chunk is one
         token."""
         # the others make room
         for other in self.rows:

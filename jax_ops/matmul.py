@@ -531,8 +531,8 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
     up to 64 rows of x (32 if the weights' values are stored as int8) are quantized as well, each
     row with one scale. The rows become int16, because int8 costs precision
     (docs/lab_log.md#int8-matmuls). For more rows, and on other devices, the weights are converted
-    to x's dtype instead. Weights that are stored as uint8 are only decoded, not trained: on a CPU
-    they and x are converted to bfloat16, which holds all values of the weights and is multiplied
+    to x's dtype instead. Only decoding stores weights as uint8, training does not: on a CPU these
+    weights and x are converted to bfloat16, which holds all values of the weights and is multiplied
     at twice the speed (docs/lab_log.md#int8-prompts)."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))

@@ -59,8 +59,8 @@ def time_of_end(flags, started):
 
 
 def count_fitting(layout, left, seconds, eval_s, eval_interval):
-    """Returns how many iterations fit into `left` seconds, at least one. All processes get the number
-    of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation."""
+    """Returns how many iterations fit into `left` seconds, at least one. All processes get the
+    number of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation."""
     n = 0
     if jax.process_index() == 0:
         n = max(1, int(left / (seconds + eval_s / eval_interval)))
@@ -102,8 +102,8 @@ class Deadline:
         return is_moved
 
     def count_fitting(self, iter_num, evaluating_s):
-        """Returns how many iterations fit into the remaining time, from iteration iter_num on, at the
-        average speed since the last measurement. The time of the evaluation at the end is
+        """Returns how many iterations fit into the remaining time, from iteration iter_num on, at
+        the average speed since the last measurement. The time of the evaluation at the end is
         subtracted first. evaluating_s: RunLog.evaluating_s now."""
         now = time.perf_counter()
         evaluating_s -= self.evaluating_s

@@ -1,4 +1,6 @@
 """RoPE as transformers reads it: refused where GPT does not compute it, wherever the keys stand."""
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from jax_flags import UserError
 from jax_generate import generate
 from jax_hub.families import read_config
 from jax_pretrained import load_pretrained
+from jax_transformer import GPTConfig, apply_positions
 from tests.common import GOLDEN, apply
 
 SIZES = dict(
@@ -80,3 +83,11 @@ def test_a_phi4_has_the_logits_of_transformers_up_to_the_length_of_pretraining()
     tokens = generate(params, config, expected['idx'][:, :30], 8, rng=jax.random.key(0), temperature=0)
     again = apply(config, params, tokens[:, :-1]).argmax(-1)[:, 29:]
     np.testing.assert_array_equal(again, tokens[:, 30:])  # through the cache
+
+
+def test_a_layer_computes_the_cosines_of_queries_and_keys_once():
+    config = GPTConfig(position='rope', n_head=4, n_kv_head=2, n_embd=32)
+    q, k = np.zeros((1, 8, 4, 8), np.float32), np.zeros((1, 8, 2, 8), np.float32)
+    rotate = jax.jit(functools.partial(apply_positions, config, 'full'))
+    program = rotate.lower(q, k, np.arange(8)[None]).compile().as_text()
+    assert program.count(' cosine(') == 1
