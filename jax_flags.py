@@ -897,13 +897,12 @@ def discard_if_unread(stream):
 
 
 def exit_before_others(code):
-    """Ends this process with exit code `code` if it is one of several processes of JAX; else does
-    nothing.
+    """Ends this process at once with exit code `code`, if JAX runs in several processes. Does
+    nothing in a single process.
 
-    The usual exit would wait for the other processes, which may still run, and after 60 s JAX would
-    abort all processes (exit code 134). Process 0 first waits 3 s, so that other failing processes
-    can print their errors. JAX's coordination service ends with process 0, and then JAX aborts the
-    other processes."""
+    A usual exit would wait for the other processes, which may still run. After 60 s JAX would abort
+    all of them (exit code 134). When process 0 ends, JAX aborts the others. Process 0 therefore
+    waits 3 s first, so that other processes that fail can print their errors."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()

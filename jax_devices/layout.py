@@ -197,9 +197,11 @@ class Layout:
 
     @property
     def n_losses(self):
-        """The number of losses in a step. On a mesh without zero=1, it is 1, because XLA takes one
-        mean over all sequences. Otherwise it is the number of devices, because each device takes
-        the mean loss of its own sequences."""
+        """The number of losses that a step returns.
+
+        With pmap, and on a mesh with zero=1, each device returns the mean loss of its own
+        sequences: one loss a device. On a mesh without zero=1, XLA takes one mean over all
+        sequences: 1."""
         return len(self.devices) if self.is_replicated or self.zero == 1 else 1
 
     def all_reduced(self, compute):

@@ -412,12 +412,12 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether the longest common ending of `request` and `before` contains the content of
-    the message `question`. Returns False if the message has no text.
+    """Returns whether `request` and `before` are equal from the question on. The question is the
+    content of the message `question`. Returns False if this message has no text.
 
-    request: the text that asks for the answer. before: the text before the answer in the whole
-    conversation. `request` and `before` may begin differently, because some templates write a
-    system message only into a user's last turn."""
+    request: what the template writes to ask for an answer. before: what it writes before this
+    answer in the whole conversation. The two texts may begin differently, because some templates
+    write a system message only into the last turn of a user."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False

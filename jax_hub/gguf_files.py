@@ -194,11 +194,12 @@ def escape_char(c):
 
 
 def read_tokens(description, tokenizer, types):
-    """Returns (texts; types) of the tokens of an HFTokenizer, two lists with one element for every
-    id.
+    """Returns two lists, the texts and the types of a tokenizer's tokens, in the order of their
+    ids.
 
-    description: the object in its tokenizer.json. types: gguf.TokenType. Raises UserError for an
-    added token with lstrip, rstrip or single_word, which llama.cpp does not support."""
+    description: the content of tokenizer.json, parsed. tokenizer: the HFTokenizer of the same file.
+    types: gguf.TokenType. Raises UserError for an added token with lstrip, rstrip or single_word,
+    which llama.cpp does not support."""
     # an id that the vocabulary leaves out is padding
     texts = [f'[PAD{i}]' for i in range(tokenizer.vocab_size)]
     kinds = [types.UNUSED] * len(texts)

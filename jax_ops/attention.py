@@ -90,11 +90,12 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first key position that causal_mask allows for a query at `position`.
+    """Returns the first key position that causal_mask allows for a query at `position`. With chunks
+    in packed rows, returns a lower bound.
 
-    In packed rows (start_BxT is given) chunks begin with each conversation, at positions that
-    differ from row to row. Then the result for chunks is only a lower bound. It assumes that the
-    query sees scores.chunk positions, the query's own included; no query sees more."""
+    In packed rows (start_BxT is given) a chunk begins with each conversation, at another position
+    in each row. A query sees at most scores.chunk positions, with its own. The bound is the first
+    of these."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions

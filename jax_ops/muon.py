@@ -33,8 +33,10 @@ def orthogonalize(updates, params=None):
 
 
 def orthogonalize_stack(x_MxIxO):
-    """Orthogonalizes M matrices, and multiplies them by the factor of `orthogonalize`. On a mesh
-    the devices share the matrices, if the number of batch shards divides M."""
+    """Orthogonalizes M matrices of one shape, and multiplies them by 0.2 sqrt(longer side).
+
+    On a mesh with n batch shards, each shard computes M / n of the matrices. If n does not divide
+    M, each shard computes all."""
     x_MxIxO = shard(x_MxIxO, batch_axes(len(x_MxIxO)), None, None)
     n_rows, n_columns = x_MxIxO.shape[1:]
     if n_rows > n_columns:

@@ -180,7 +180,8 @@ def find_commit():
 
 
 def find_settings():
-    """Returns the settings of this process that change numbers, {name: text}."""
+    """Returns the settings of JAX and XLA that can change a result's numbers, {name: value}. The
+    values are strings, and paths are left out of XLA_FLAGS."""
     settings = {name: str(getattr(jax.config, name)) for name in SETTINGS}
     words = [word for word in os.environ.get('XLA_FLAGS', '').split() if '/' not in word]
     settings['XLA_FLAGS'] = ' '.join(words)

@@ -96,10 +96,11 @@ def from_tree(tree, holder, kind):
 
 
 def from_c():
-    """Yields Nameds for the parts of Python's library that are written in C: the builtins; the
-    public names in modules without a source; and, for the modules in WITH_C (modules in Python that
-    import functions from C), the public names that come from C. The modules themselves are
-    included."""
+    """Yields a Named for each public name of Python's library that is written in C, and for each
+    module that holds such names.
+
+    There are two kinds of modules: those without Python source, for example builtins and math; and
+    those in WITH_C, for example os, which are Python and import some of their names from C."""
     for module in sorted(sys.stdlib_module_names):
         is_public = not module.startswith('_') and module not in SKIPPED
         if module in WITH_C or (is_public and is_c(module)):

@@ -180,9 +180,12 @@ class Maker:
         return known if known in self.names else min(self.names)
 
     def invent(self):
-        """Returns a new name that does not exist, made in one of four ways. Its last part,
-        after the last dot, is a real one under another parent; a real one with a word added; two
-        words joined; or a real one in a module that does not exist."""
+        """Returns a new name that does not exist, made in one of four ways, drawn at random.
+
+        0: a real parent and a real last part that do not belong together: gzip.isdir
+        1: a real parent, and a real last part with a word added: gzip.is_mail_dir
+        2: a real parent, and two words: gzip.fetch_mail
+        3: an invented parent and a real last part: mailtools.isdir"""
         way = self.random.randrange(4)
         for attempt in itertools.count():
             if attempt == 100:  # a small package has few names to put together
