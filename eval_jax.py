@@ -81,11 +81,11 @@ def at(place, function, *args):
 # files of tasks
 
 def read_items(path, kind=''):
-    """Returns the items of a file of JSON lines, each with 'kind', 'index' and 'place'.
+    """Returns the items of a file of JSON lines. Adds 'kind', 'index' and 'place' to each item.
 
-    kind: the kind of all items; the items may then have other keys, too. With '', the keys of each
-    item tell its kind. Raises UserError for a line that is not an item, with the place of the line,
-    and if there are no items."""
+    kind: the kind of all items; their keys beyond those of this kind are ignored. If '', the kind
+    of each item is found from its keys. Raises UserError if a line is not an item, and names the
+    line; also if the file has no items."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         if not line.strip():

@@ -109,9 +109,9 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
 
 
 def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
-    """Returns one token id per row, [B]. The token of row b is drawn from the row's float32 logits
-    under the controls, with the key key_B[b]. A greedy row gets its likeliest token."""
-    logits_BxV = sampling_logits(logits_BxV, controls)
+    """Returns one token id per row, [B]. The token of row b is drawn from the softmax of the row's
+    logits, with the key key_B[b]. A greedy row gets its likeliest token. logits_BxV: the result of
+    sampling_logits, float32."""
     # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
     # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
     if controls.temperature is not None:
@@ -248,6 +248,7 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
         logits_BxV = where_any(controls.repetition_penalty - 1, penalize, logits_BxV)
     # the n-th token of a row is drawn by its own key, whatever else is in the batch
     key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
+    logits_BxV = sampling_logits(logits_BxV, controls)
     token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)
     is_stop_B = (token_B[:, None] == jnp.array(controls.stop_tokens, jnp.int32)).any(-1)
 
@@ -267,12 +268,12 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
 def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, token_B: Array,
                     is_next_BxN: Array, controls: Controls) -> DecodeState:
     """Returns the state with the log-probabilities of token_B written where is_next_BxN is True.
-    plain_BxV: the model's logits. logits_BxV: the logits after the repetition penalty."""
+    plain_BxV: the model's logits. logits_BxV: the logits that token_B was drawn from."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
     if controls.temperature is None:  # the likeliest token is certain
         sampling_logprob_B = jnp.zeros_like(logprob_B)
     else:
-        sampling_logprob_B = log_probability(sampling_logits(logits_BxV, controls), token_B)
+        sampling_logprob_B = log_probability(logits_BxV, token_B)
         if controls.is_greedy is not None:
             sampling_logprob_B = jnp.where(controls.is_greedy[:, 0], 0, sampling_logprob_B)
     return state.replace(
@@ -627,8 +628,8 @@ def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarra
 
 def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.ndarray, first: int,
                    end_B: np.ndarray, width: int) -> dict:
-    """Returns the KV cache with tokens first .. end_B[b] - 1 of each row added, in pieces of at
-    most `width` tokens."""
+    """Adds the tokens tokens_BxT[b, first:end_B[b]] of each row b to the KV cache, in pieces of at
+    most `width` tokens. Returns the new cache."""
     n_tokens = int(end_B.max()) - first
     # a row that has ended before a piece is padded there, with the position PAD
     width = min(config.block_size, width)
@@ -1075,8 +1076,11 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
 
 def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: tuple,
                with_top: bool) -> None:
-    """Scores Rows, and writes the results into the Rows. The cache holds the first held[r] tokens
-    of row r."""
+    """Computes the log-probability of each scored token of each Row, and writes the results into
+    the arrays of the Row.
+
+    held[r]: the number of tokens of row r that the cache already has; only the later tokens are
+    fed to the model. with_top: also writes the likeliest token at each position."""
     # counted after the tokens that the cache holds: the number of tokens that are fed (all but the
     # row's last one), and the index of the first that predicts a scored token
     held_R = np.array(held, np.int32)

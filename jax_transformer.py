@@ -273,10 +273,11 @@ class CausalSelfAttention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
-        """Returns (y_BxTxD, the output; the same Stream; the layer's new cache).
+        """Returns (y_BxTxD, the output; `stream`; the layer's new KV cache).
 
-        x_BxTxD: the normalized input. call: the Call; by default that of positions 0 .. T-1. cache:
-        the layer's KV cache, see update_kv_cache; None is no cache."""
+        x_BxTxD: the normalized input. stream: the arrays between blocks. call: the inputs that
+        all blocks share; by default, positions 0 .. T-1. cache: the layer's KV cache, see
+        update_kv_cache; None is no cache."""
         cfg = self.config
         B, T, D = x_BxTxD.shape
         H, G, K = cfg.n_head, cfg.kv_heads, cfg.head_width

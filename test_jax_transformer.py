@@ -14,7 +14,7 @@ import jax_transformer
 from jax_flags import UserError
 from jax_generate import (
     Controls, PrefixCache, generate, generate_stream, penalize_repetition, prompt_lookup_draft, sample_token,
-    score)
+    sampling_logits, score)
 from jax_ops.decode_weights import cast_matrices, convert_params_for_decoding, quantize_params, transpose_kernels
 from jax_ops.matmul import Transposed
 from jax_train_utils import create_train_state
@@ -399,7 +399,7 @@ def picks(logits, n_vocab=None, top_k=None, top_p=None, min_p=None, temperature=
     sampling = Controls(n_vocab or len(logits), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     logits_BxV = jnp.tile(jnp.asarray(logits, jnp.float32), (4000, 1))
     keys = jax.random.split(jax.random.key(0), 4000)
-    ids = jax.jit(sample_token)(logits_BxV, keys, sampling)
+    ids = jax.jit(lambda logits_BxV: sample_token(sampling_logits(logits_BxV, sampling), keys, sampling))(logits_BxV)
     return np.bincount(ids, minlength=len(logits)) / 4000
 
 

@@ -514,9 +514,11 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes an answer and yields True after each piece. For a stream, puts new text into
-        job.events at most every PAUSE seconds, and at the end. Otherwise puts the whole text there
-        at the end. Returns whether the client has stayed to the end."""
+        """Decodes an answer, as a generator that yields after each piece. The generator's return
+        value is whether the client has stayed to the end.
+
+        If the client asked for a stream, puts new text into job.events at most once every PAUSE
+        seconds, and at the end. If not, puts the whole text into job.events at the end."""
         text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:

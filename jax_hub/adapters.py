@@ -65,11 +65,12 @@ def as_peft_number(alpha):
 
 
 def name_targets(modules, others):
-    """Returns the names by which peft finds the modules of an adapter. Usually these are the ends
-    of the modules' names, such as 'q_proj'. If a module in `others` has the same end, or if the
-    model has a vision part, returns the whole names. Raises UserError if a module of experts in
-    `others` has the same end, because peft would match that module, too, even if the adapter lists
-    whole names."""
+    """Returns the names to list in peft's config for the modules of an adapter.
+
+    modules: the modules with an update. others: all other modules of the model. Usually the last
+    parts of the names suffice, such as 'q_proj'. If a module in `others` has the same last part, or
+    if the model has a vision part, returns whole names. peft matches experts by the last part even
+    then, so raises UserError if experts in `others` have the same last part."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

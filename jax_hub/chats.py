@@ -362,8 +362,8 @@ def find_answer(tokenizer, chat, i, text):
     `text` is the rendered Chat.
 
     Renders the Chat with a mark in place of the answer, to see the text that the template writes
-    around the answer, even if the template rewrites earlier turns. Raises UserError if the template
-    does not write the answer after the text that asks for the answer."""
+    around the answer, even if the template rewrites earlier turns. Raises UserError if the answer
+    does not follow the template's generation prompt, for example "<|im_start|>assistant"."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')

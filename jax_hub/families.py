@@ -50,10 +50,11 @@ def require(hf, **supported):
 
 
 # -----------------------------------------------------------------------------
-# the families: a config of transformers -> fields of GPTConfig
+# The families. Each function takes hf, a config object of transformers, and returns fields of
+# GPTConfig, {name: value}.
 
 def gpt2_config(hf):
-    """Returns GPT-2's fields."""
+    """Returns the fields of GPTConfig for a GPT-2 model."""
     require(hf, **GPT2_FIXED)
     if hf.n_inner is not None:
         require(hf, n_inner=4 * hf.n_embd)
@@ -99,12 +100,12 @@ def head_width(hf):
 
 
 def llama_config(hf):
-    """Returns Llama's fields."""
+    """Returns the fields of GPTConfig for a Llama model."""
     return llama_fields(hf) | rope_fields(hf)
 
 
 def mistral_config(hf):
-    """Returns Mistral's fields."""
+    """Returns the fields of GPTConfig for a Mistral model."""
     return llama_config(hf) | window_of_all_layers(hf)
 
 
@@ -117,7 +118,7 @@ def window_of_all_layers(hf):
 
 
 def phi3_config(hf):
-    """Returns the fields of Phi 3, which may rotate a part of each head."""
+    """Returns the fields of GPTConfig for a Phi 3 model, which may rotate a part of each head."""
     part = hf.rope_parameters['partial_rotary_factor']
     width = int(head_width(hf) * part)
     if width < 2 or width % 2 or part > 1:
@@ -128,12 +129,12 @@ def phi3_config(hf):
 
 
 def qwen2_config(hf):
-    """Returns Qwen 2's fields."""
+    """Returns the fields of GPTConfig for a Qwen 2 model."""
     return llama_config(hf) | window_fields(hf) | {'qkv_bias': True}
 
 
 def qwen3_config(hf):
-    """Returns Qwen 3's fields."""
+    """Returns the fields of GPTConfig for a Qwen 3 model."""
     return llama_config(hf) | window_fields(hf) | {'qk_norm': 'learned'}
 
 
@@ -149,7 +150,8 @@ def window_fields(hf):
 
 
 def smollm3_config(hf):
-    """Returns the fields of a Llama with some layers without RoPE."""
+    """Returns the fields of GPTConfig for a SmolLM3 model, a Llama with some layers without
+    RoPE."""
     require(hf, use_sliding_window=False, layer_types=['full_attention'] * hf.num_hidden_layers)
     types = tuple('full' if has_rope else 'nope' for has_rope in layers_with_rope(hf))
     return llama_config(hf) | {'layer_types': types}
@@ -166,12 +168,12 @@ def layers_with_rope(hf):
 
 
 def olmo2_config(hf):
-    """Returns OLMo 2's fields."""
+    """Returns the fields of GPTConfig for an OLMo 2 model."""
     return llama_config(hf) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
 
 
 def olmo3_config(hf):
-    """Returns OLMo 3's fields."""
+    """Returns the fields of GPTConfig for an OLMo 3 model."""
     return (llama_fields(hf) | ropes_by_layer_type(hf) | window_fields(hf)
             | {'block_norms': 'post', 'qk_norm': 'all_heads'})
 
@@ -190,7 +192,7 @@ def gemma_fields(hf):
 
 
 def gemma2_config(hf):
-    """Returns Gemma 2's fields. A cap of null means no cap."""
+    """Returns the fields of GPTConfig for a Gemma 2 model. A cap of null means no cap."""
     return gemma_fields(hf) | rope_fields(hf) | dict(
         attention_cap=hf.attn_logit_softcapping or 0.0,
         logit_cap=hf.final_logit_softcapping or 0.0,
@@ -198,13 +200,13 @@ def gemma2_config(hf):
 
 
 def gemma3_config(hf):
-    """Returns Gemma 3's fields."""
+    """Returns the fields of GPTConfig for a Gemma 3 model."""
     require(hf, final_logit_softcapping=None, attn_logit_softcapping=None)
     return gemma_fields(hf) | ropes_by_layer_type(hf) | {'qk_norm': 'learned'}
 
 
 def qwen3_moe_config(hf):
-    """Returns the fields of a Qwen 3 with experts."""
+    """Returns the fields of GPTConfig for a Qwen 3 model with experts."""
     require(hf, use_sliding_window=False)
     are_moe = [i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
                for i in range(hf.num_hidden_layers)]
@@ -219,7 +221,7 @@ def qwen3_moe_config(hf):
 
 
 def gpt_oss_config(hf):
-    """Returns gpt-oss's fields."""
+    """Returns the fields of GPTConfig for a gpt-oss model."""
     require(hf, swiglu_alpha=1.702)
     moe = dict(
         n_expert=hf.num_local_experts,
@@ -232,7 +234,7 @@ def gpt_oss_config(hf):
 
 
 def deepseek_config(hf):
-    """Returns the fields of DeepSeek V3 and Kimi K2."""
+    """Returns the fields of GPTConfig for a DeepSeek V3 or Kimi K2 model."""
     require(
         hf,
         scoring_func='sigmoid',
@@ -269,7 +271,7 @@ def deepseek_config(hf):
 
 
 def llama4_config(hf):
-    """Returns Llama 4's fields."""
+    """Returns the fields of GPTConfig for a Llama 4 model."""
     types = []
     for layer_type, has_rope in zip(hf.layer_types, layers_with_rope(hf)):
         is_chunked = layer_type == 'chunked_attention'

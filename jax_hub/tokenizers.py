@@ -225,8 +225,8 @@ class HFTokenizer:
         return chats.render(self, chat, add_generation_prompt=add_generation_prompt)
 
     def encode_chat(self, messages, *, tools=None, variables=None):
-        """Returns the ids of a chat and of the beginning of the answer. The template writes all
-        special tokens."""
+        """Returns one list of ids: the chat, then the template's generation prompt, which opens the
+        answer. All special tokens are the template's; none are added."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
                                 variables=variables)
         return self.encode(text, begin=False)

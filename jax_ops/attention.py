@@ -90,12 +90,11 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first key position that causal_mask allows for a query at `position`. With chunks
-    in packed rows, returns a lower bound.
+    """Returns the first key position that causal_mask allows for a query at `position`.
 
-    In packed rows (start_BxT is given) a chunk begins with each conversation, at another position
-    in each row. A query sees at most scores.chunk positions, with its own. The bound is the first
-    of these."""
+    With chunks in packed rows (start_BxT is given), returns a lower bound: the first of the last
+    scores.chunk positions. There each conversation begins a new chunk, and so the exact position
+    differs from row to row. But no query sees more than scores.chunk positions."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions
@@ -372,9 +371,13 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
 
 def attend_sequence(common, sequence, n, in_loop):
-    """Computes chunked_attention of one Sequence -> [G, T Q, K]. A block has n queries, or for a
-    long sequence a multiple of n. in_loop: whether the call is in the body of a loop, where XLA
-    cannot merge a block's recomputation with its forward pass."""
+    """Computes chunked_attention of one Sequence. Returns [G, T * Q, K], in the axes of
+    fold_groups.
+
+    common: what all sequences of the call share. n: the number of queries in a block; a long
+    sequence has blocks of a multiple of n. in_loop: whether this is called in the body of a loop.
+    Outside a loop a block gets barriers, or XLA would merge the block's recomputation with its
+    forward pass, and keep the probabilities in memory."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # fewer than 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,

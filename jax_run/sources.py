@@ -61,12 +61,13 @@ def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
 
 @functools.lru_cache(maxsize=1024)
 def epochs_of(order: Order) -> Callable:
-    """Returns shuffle_epoch for one Order, as a function of the epoch. The function keeps its last
-    two results."""
+    """Returns a function of an epoch, which computes shuffle_epoch(order, epoch) and caches its
+    last two results."""
     return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
 
 
 def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
+    """Returns (the offset of the epoch's windows; a permutation of 0 .. order.n - 1)."""
     rng = np.random.default_rng([order.seed, DATA, epoch])
     offset = int(rng.integers(order.n_offsets)) if order.n_offsets else 0
     return offset, rng.permutation(np.arange(order.n, dtype=np.min_scalar_type(order.n)))

@@ -91,8 +91,8 @@ def report_decoding(model, generations, n_new):
 
 
 def leaves_context(config, generations):
-    """Returns whether the model's position embeddings are learned and a row is longer than the
-    model's context."""
+    """Returns whether a row of one of the Generations, with its prompt, is longer than the context
+    of a model with learned position embeddings. Returns False for other models."""
     longest = max(int(generation.result.lengths.max()) for generation in generations)
     return config.position == 'learned' and longest > config.block_size
 

@@ -175,7 +175,8 @@ def tensors(path):
 
 
 # -----------------------------------------------------------------------------
-# the cases: tree, folder of the inputs -> {name: value}
+# The cases. Each takes the Tree to run and the folder of the inputs, and returns the values to
+# compare, {name: value}.
 
 def data_sets(tree, inputs):
     """Makes five data sets: from the text by characters; from the text by a BPE that is trained on
@@ -241,8 +242,7 @@ def qwen(tree, inputs):
 
 
 def chat(tree, inputs):
-    """Finetunes a Llama by LoRA on packed chats, and samples answers. The Llama is read from a
-    folder."""
+    """Finetunes a Llama, read from a folder, by LoRA on packed chats, and samples answers."""
     out = tree.work / 'out-chat'
     tree.train(out, tree.data('packed'), f'--init_from={inputs / "model"}', '--block_size=64',
                '--lora_rank=4', '--quantize=int8')

@@ -60,7 +60,7 @@ class Read(NamedTuple):
     told: Told
 
     def slice(self, i):
-        """Returns the slice of the tokens of conversation i."""
+        """Returns the place of conversation i in `ids`, as a Python slice."""
         return slice(self.ends[i - 1] if i else 0, self.ends[i])
 
 

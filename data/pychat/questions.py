@@ -127,8 +127,8 @@ class Maker:
         return [self.ask_what(split, named.name), named.sentence]
 
     def about_part(self, named, split):
-        """Returns the conversation that asks about a name by its last part. No other name has this
-        last part."""
+        """Returns the conversation that asks about `named` by its last part, "copyfile" for
+        shutil.copyfile. No other name may have this last part. split: 'train', 'val' or 'test'."""
         return [self.ask_what(split, named.last), named.sentence]
 
     def about_invented(self, name, split):
