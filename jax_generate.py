@@ -973,6 +973,15 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
     with_top: whether each row has two more arrays after the pair: the likeliest tokens, int32 [n];
     their log-probabilities, float32 [n].
     Raises UserError for a max_length, batch_size or cache_dtype that is out of range."""
+    *_, results = score_in_pieces(params, config, items, max_length, batch_size, cache_dtype,
+                                  with_top)
+    return results
+
+
+def score_in_pieces(params: dict, config: GPTConfig, items: list, max_length: int, batch_size: int,
+                    cache_dtype: str, with_top: bool) -> Iterator[list[list[tuple]]]:
+    """Computes score(). Yields the results, still incomplete, after each piece, so that the caller
+    can do other work in between. The results that are yielded last are complete."""
     max_length = max_length or config.block_size
     if not 1 <= max_length <= config.block_size:
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '
@@ -1004,9 +1013,10 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
     groups.sort(key=longest_row, reverse=True)
     while groups:
         most = max(1, min(batch_size, batch_size * PIECE // longest_row(groups[0])))
-        score_groups(params, config, groups[:most], most, cache_dtype, with_top)
+        for _ in score_groups(params, config, groups[:most], most, cache_dtype, with_top):
+            yield results
         groups = groups[most:]
-    return results
+    yield results
 
 
 def longest_row(group: list[Row]) -> int:
@@ -1026,9 +1036,9 @@ def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, i
 
 
 def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most: int,
-                 cache_dtype: str, with_top: bool) -> None:
-    """Scores the Rows of `groups`, and writes the results into the Rows. There must be no more
-    than `most` groups.
+                 cache_dtype: str, with_top: bool) -> Iterator[None]:
+    """Scores the Rows of `groups`, and writes the results into the Rows. Yields after each piece.
+    There must be no more than `most` groups.
 
     The tokens that the rows of a group share are prefilled once. Then the remaining tokens of the
     rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
@@ -1071,13 +1081,13 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
             row_cache = select_rows(cache, np.array(group_of_row))
         else:
             row_cache = new_cache(len(chosen))
-        score_rows(params, config, row_cache, held, chosen, with_top)
+        yield from score_rows(params, config, row_cache, held, chosen, with_top)
 
 
 def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: tuple,
-               with_top: bool) -> None:
+               with_top: bool) -> Iterator[None]:
     """Computes the log-probability of each scored token of each Row, and writes the results into
-    the arrays of the Row.
+    the arrays of the Row. Yields after each piece, before the results are written.
 
     held[r]: the number of tokens of row r that the cache already has; only the later tokens are
     fed to the model. with_top: also writes the likeliest token at each position."""
@@ -1114,6 +1124,7 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
             for array_RxN, part in zip(found, jax.device_get(scores)):
                 array_RxN[:, j:end] = part
         jax.block_until_ready(cache)  # as in prefill_pieces
+        yield
 
     # write each row's part of the results
     for r, row in enumerate(rows):

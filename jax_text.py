@@ -23,7 +23,8 @@ from jax_devices.choose import config_for_decoding
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import TextSampling, UserError, check_ranges, shows_fields
-from jax_generate import PrefixCache, Prompts, right_padded, score, start_rows
+from jax_generate import (
+    PrefixCache, Prompts, right_padded, score, score_in_pieces, start_rows)
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
     CharTokenizer, check_template, decoder_kinds, describe_tokenizer, limit_vocabulary,
@@ -133,7 +134,7 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
     # columns of c_attn are ordered by rank
     config = config_for_decoding(found.config, layout, dtype)
     params = found.params
-    if layout.tensor > 1:
+    if layout.sizes.tensor > 1:
         with layout.mesh_context():
             params = order_columns_by_rank(params, found.config)
     return found._replace(params=params, config=config)
@@ -365,6 +366,18 @@ class TextModel:
         with self.layout.mesh_context():
             return score(self.params, self.config, items, max_length=max_length,
                          batch_size=batch_size, cache_dtype=cache_dtype, with_top=with_top)
+
+    def score_in_pieces(self, items: list, *, batch_size: int) -> Iterator[list[list[tuple]]]:
+        """Computes score(items, with_top=True). Yields the results, still incomplete, after each
+        piece, so that the caller can do other work in between. The results that are yielded last
+        are complete."""
+        pieces = score_in_pieces(self.params, self.config, items, 0, batch_size, 'auto', True)
+        while True:
+            with self.layout.mesh_context():
+                results = next(pieces, None)
+            if results is None:
+                return
+            yield results
 
     def logits(self, text: str) -> np.ndarray:
         """Returns the logits of the token after each token of a text, float32 [T, V].

@@ -18,7 +18,6 @@ from jax import Array
 from jax_devices.layout import Layout
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
 from jax_ops.matmul import LowRank, map_nodes, without_scales
-from jax_ops.sharding import shard_params
 from jax_transformer import GPT, WEIGHTS, GPTConfig, count_params, init_params
 
 DROPOUT = 1  # folded into the seed's key, so that dropout has its own numbers; sources.DATA is 0
@@ -422,8 +421,8 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
         # sequences are all-reduced (on a mesh XLA inserts the all-reduces)
         grads, totals = all_reduced_gradients(state.params, state.frozen, batch, scale)
         params = state.params
-        if layout.zero:  # each device updates its shard
-            grads, params = shard_params((grads, params), over_replicas=True)
+        # with ZeRO, each device updates its shard
+        grads, params = layout.shard_update(grads, params)
 
         # clip the mean gradients
         with jax.named_scope('clip'):
@@ -484,15 +483,14 @@ def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed
         if len(batch['x']) == 1:
             return gradients(params, frozen, jax.tree.map(lambda x: x[0], batch), scale)
 
-        no_gradients = jax.tree.map(jnp.zeros_like, params)
-        no_gradients = shard_params(no_gradients, over_replicas=layout.zero == 2)
+        no_gradients = layout.shard_gradients(jax.tree.map(jnp.zeros_like, params))
         no_metrics = {name: jnp.zeros(()) for name in names}
         total, _ = jax.lax.scan(micro_step, (no_gradients, no_metrics), batch)
         return total
 
     def gradients(params, frozen, micro_batch, scale):
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params, frozen, micro_batch, scale)
-        return shard_params(grads, over_replicas=layout.zero == 2), metrics
+        return layout.shard_gradients(grads), metrics
 
     def loss_fn(params, frozen, micro_batch, scale):
         """Returns (loss times scale; metrics) of a micro-batch."""
@@ -561,9 +559,7 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
             reference = token_losses(config, loss_chunk, batch, base_params(params))
             batch = {**batch, 'reference_loss': reference}
         sums = objective.sums(loss_BxT, batch)
-        if layout.has_pmap:  # each device has summed its own sequences
-            sums = jax.lax.psum(sums, 'data')
-        return sums
+        return layout.sum_over_replicas(sums)
 
     return eval_step
 

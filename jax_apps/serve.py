@@ -39,6 +39,7 @@ BODY_BYTES = 2**20  # of a request, at most
 CONNECTIONS = 128  # and threads, at a time; one more is closed
 QUEUED = CONNECTIONS  # requests that wait for the model, at most; one more is refused with 429
 BATCH_SIZE = 16  # answers that are made at a time
+ECHO_ROWS = 4  # rows of a request with echo that are scored at a time
 ROWS = 64  # of one request, prompts times n, at most
 PATIENCE = 30  # seconds without a byte after which a client counts as gone
 PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
@@ -442,16 +443,20 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Answers a request with echo. Yields True after each chunk of the continuations. Then puts
-        the Ends into job.events, with the log-probabilities of prompts and continuations."""
+        """Answers a request with echo. Yields True after each chunk of the continuations, and after
+        each piece of the scoring. Then puts the Ends into job.events, with the log-probabilities of
+        prompts and continuations."""
         generation = Generation(
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
-        has_stayed = yield from self.make_all(job, generation)
-        if not has_stayed:
+        if not (yield from self.make_all(job, generation)):
             return
         rows = [generation.result.tokens[i, :generation.result.lengths[i]].tolist()
                 for i in range(len(prompts))]
-        scores = self.model.score([[(ids, 1)] for ids in rows], with_top=True)
+        # few rows at a time, so that other answers wait for a short piece only
+        pieces = self.model.score_in_pieces([[(ids, 1)] for ids in rows], batch_size=ECHO_ROWS)
+        scores = yield from self.make_all(job, pieces)
+        if not scores:
+            return
         ends = []
         for i, (ids, [(logprobs, _, top, top_logprobs)]) in enumerate(zip(rows, scores)):
             texts = [self.model.tokenizer.decode([token]) for token in ids]
@@ -464,19 +469,22 @@ class Server(ThreadingHTTPServer):
                     'top_logprobs': [None, *likeliest], 'text_offset': offsets}))
         job.events.put(ends)
 
-    def make_all(self, job, generation):
-        """Decodes all rows of a Job in a batch of their own and yields True after each chunk.
-        Returns whether the client has stayed to the end."""
+    def make_all(self, job, chunks):
+        """Computes all rows of a Job in a batch of their own, and yields True after each chunk.
+
+        chunks: an iterable that computes a chunk in each step, such as a Generation. The generator's
+        return value is the last step's result, or None if the client has gone away."""
         self.own_batch_is_there = True
+        result = None
         try:
-            with contextlib.closing(iter(generation)) as chunks:
-                for _ in chunks:
+            with contextlib.closing(iter(chunks)) as chunks:
+                for result in chunks:
                     if job.is_gone():
-                        return False
+                        return None
                     yield True
         finally:
             self.own_batch_is_there = False
-        return True
+        return result
 
     def encode(self, job, prompt):
         """Returns the token ids of a prompt of a Job. If the request asks for truncation, returns

@@ -1,21 +1,23 @@
-"""Runs a step on the devices: replicated (pmap) or sharded over a mesh (jit).
+"""Runs a step on the devices: on one, replicated (pmap), or sharded over a mesh (jit).
 
 A Layout knows how everything is sharded, between two steps and where a step works on global arrays:
 
-| flags | parameters | optimizer state | gradients | batch | the gradients are summed by |
-|---|---|---|---|---|---|
-| none, one device | whole | whole | whole | whole | nobody |
-| none | whole | whole | whole | data | pmean under pmap, once an update |
-| zero=1 | whole | over replicas | over replicas | data | psum_scatter in shard_map, once |
-| zero=2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
-| fsdp, tensor, ... | by rules | by rules | by rules | BATCH, context | XLA, where needed |
+| flags | Layout | parameters | optimizer state | gradients | batch | the gradients are summed by |
+|---|---|---|---|---|---|---|
+| none, one device | Layout | whole | whole | whole | whole | nobody |
+| none | Replicas | whole | whole | whole | data | pmean under pmap, once an update |
+| fsdp, tensor, ... | Sharded | by rules | by rules | by rules | BATCH, context | XLA, where needed |
+| zero=1 | Zero1 | whole | over replicas | over replicas | data | psum_scatter in shard_map, once |
+| zero=2 | Zero2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
 
 BATCH: over the axes data, fsdp and expert. "By rules": PARTITION_RULES of jax_ops/sharding.py.
 "Over replicas": by rules, but leaves that are sharded over fsdp are also sharded over data and
 context."""
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,44 +26,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_flags import UserError
 from jax_ops.sharding import (
-    AXES, BATCH, create_mesh, current_mesh, partition_specs, shard)
+    AXES, BATCH, create_mesh, current_mesh, partition_specs, shard, shard_params)
 
 global_max = jax.jit(jnp.max)  # maximum of an array that is sharded over processes
 
 
+class MeshSizes(NamedTuple):
+    """The sizes of the mesh's axes that flags set. The axis data gets the remaining factor of the
+    number of devices."""
+    fsdp: int = 1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+
+
 class Layout:
     """Says how parameters, optimizer state, gradients and batch are sharded over `devices`: see the
-    table at the top of the file. The global batch is split into n_data_shards contiguous shards; a
-    process loads the shards of its own devices.
+    table at the top of the file. setup_distributed_training makes one. The global batch is split
+    into n_data_shards contiguous shards; a process loads the shards of its own devices.
 
-    zero: 0, 1 (ZeRO-1, arXiv:1910.02054) or 2 (ZeRO-2). With zero=1, each device updates its shard
-    of the parameters, and at the end of the step the parameters are all-gathered. zero=1 requires
-    that fsdp, tensor, expert and context are 1. Raises UserError if `zero` is not 0, 1 or 2; if
-    zero=1 and one of fsdp, tensor, expert and context is not 1; and if their product does not
-    divide the number of devices."""
+    This class is the layout on one device: everything is whole, and nothing is reduced. Its
+    subclasses replace what is different on several devices."""
+    n_losses = 1  # the number of losses that a step returns
 
-    def __init__(self, devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
-                 expert: int = 1, context: int = 1, zero: int = 0):
-        if zero not in (0, 1, 2):
-            raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is '
-                            '--fsdp')
-        if zero == 1 and not fsdp == tensor == expert == context == 1:
-            raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
-                            '--zero=2')
+    def __init__(self, devices: Sequence[jax.Device], sizes: MeshSizes = MeshSizes(),
+                 mesh: Mesh | None = None):
         self.devices = tuple(devices)
-        self.fsdp, self.tensor, self.expert, self.context = fsdp, tensor, expert, context
-        self.zero = zero
-        self.mesh = create_mesh(self.devices, tensor, fsdp, expert, context)
-        # whether each device has the whole state; on several of them pmap runs the step
-        self.is_replicated = fsdp == tensor == expert == context == 1 and not zero
-        self.has_pmap = self.is_replicated and len(self.devices) > 1
-        if self.is_replicated:  # in pmap's order of devices
-            self.mesh = Mesh(np.array(self.devices).reshape(-1, 1, 1, 1, 1), AXES)
-
+        self.sizes = sizes
+        if mesh is None:  # all devices on the axis data, in their order, as pmap has them
+            mesh = Mesh(np.array(self.devices).reshape(-1, *[1] * (len(AXES) - 1)), AXES)
+        self.mesh = mesh
         # the shards of the batch; devices along tensor and context share sequences
-        self.n_data_shards = math.prod(self.mesh.shape[axis] for axis in BATCH)
+        self.n_data_shards = math.prod(mesh.shape[axis] for axis in BATCH)
         sharing = [AXES.index('tensor'), AXES.index('context')]
-        groups = np.moveaxis(self.mesh.devices, sharing, [-2, -1]).reshape(self.n_data_shards, -1)
+        groups = np.moveaxis(mesh.devices, sharing, [-2, -1]).reshape(self.n_data_shards, -1)
         # the shards that this process loads, ascending
         self.local_data_shards = [
             i for i, group in enumerate(groups)
@@ -78,17 +76,18 @@ class Layout:
             ('fsdp', 'n_embd', config.n_embd),
             ('expert', 'n_expert', config.moe.n_expert if config.moe else 1)]
         for flag, name, size in sizes:
-            n = getattr(self, flag)
+            n = getattr(self.sizes, flag)
             if size % n:
                 valid = [m for m in range(1, n_devices + 1) if size % m == 0 and n_devices % m == 0]
                 raise UserError(f'{flag}={n} does not divide {name}={size}; on {n_devices} devices '
                                 f'it may be one of {valid}')
 
         # attention splits the part of each device again, so that all devices have equal work
-        if config.block_size % self.context**2:
-            raise UserError(f'context={self.context}: its square must divide '
+        context = self.sizes.context
+        if config.block_size % context**2:
+            raise UserError(f'context={context}: its square must divide '
                             f'block_size={config.block_size}')
-        if self.context > 1 and config.attention not in ('chunked', 'splash'):
+        if context > 1 and config.attention not in ('chunked', 'splash'):
             raise UserError(f'attention={config.attention} does not shard a sequence: use '
                             'attention=auto with context')
 
@@ -96,13 +95,7 @@ class Layout:
 
     def shardings(self, tree):
         """Returns the sharding of each leaf of a tree of parameters, or of a TrainState."""
-        if self.is_replicated:
-            return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), tree)
-        specs = partition_specs(tree, self.mesh)
-        if self.zero and hasattr(tree, 'opt_state'):
-            over_replicas = partition_specs(tree.opt_state, self.mesh, over_replicas=True)
-            specs = specs.replace(opt_state=over_replicas)
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), tree)
 
     def device_put(self, tree):
         """Moves a tree of host arrays, the same in every process, to the devices, sharded as
@@ -145,40 +138,23 @@ class Layout:
         share sequences.
 
         shape: (micro-steps, sequences), as split_batch returns it, or (sequences,). rest: the axes
-        of one sequence, () or (positions,).
-
-        On one device the global array is the shard. Under pmap it is [n_data_shards, *shape,
-        *rest]. On a mesh the shards are concatenated on the last axis of `shape`, and the positions
-        are sharded over context."""
-        if len(self.devices) == 1:
-            return (*shape, *rest), P()
-        if self.is_replicated:
-            return (self.n_data_shards, *shape, *rest), P('data')
-        *first, each = shape
-        spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
-        return (*first, self.n_data_shards * each, *rest), spec
+        of one sequence, () or (positions,)."""
+        return (*shape, *rest), P()
 
     def shard_batch(self, batch, shape):
         """Moves this process's sequences to the devices, as global arrays. batch: {name: array [n,
         *rest]}, of the n sequences of local_rows(). shape: see whole_batch."""
-        if len(self.devices) == 1:
-            batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
-            return jax.device_put(batch, self.devices[0])
-        axis = 0 if self.is_replicated else len(shape) - 1
-        each = 1 if self.is_replicated else shape[-1]
+        batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
+        return jax.device_put(batch, self.devices[0])
 
+    def put_shards(self, batch, shape, find_part):
+        """Computes shard_batch for several devices. find_part(local, index): the part of a global
+        array at this index, in `local`, {shard number: array [*shape, *rest]}."""
         def put(x):
             whole, spec = self.whole_batch(shape, x.shape[1:])
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-
-            # the part on one device: a shard, or the device's positions of a shard
-            def part(index):
-                shard_number = (index[axis].start or 0) // each
-                if self.is_replicated:
-                    return local[shard_number][None]
-                return local[shard_number][..., *index[axis + 1:]]
-
-            return jax.make_array_from_callback(whole, NamedSharding(self.mesh, spec), part)
+            return jax.make_array_from_callback(
+                whole, NamedSharding(self.mesh, spec), functools.partial(find_part, local))
 
         return jax.tree.map(put, batch)
 
@@ -195,87 +171,182 @@ class Layout:
 
     # --- within a step
 
-    @property
-    def n_losses(self):
-        """The number of losses that a step returns.
-
-        With pmap, and on a mesh with zero=1, each device returns the mean loss of its own
-        sequences: one loss a device. On a mesh without zero=1, XLA takes one mean over all
-        sequences: 1."""
-        return len(self.devices) if self.is_replicated or self.zero == 1 else 1
-
     def all_reduced(self, compute):
         """Wraps compute(params, frozen, batch, scale), which returns the gradients and metrics of
         the sequences that it gets. The wrapped function returns the means of these gradients and
-        metrics over the replicas. With zero=1, a device keeps only its shard of the gradients
-        (reduce-scatter).
+        metrics over the replicas. Returns `compute` unchanged where there is nothing to reduce."""
+        return compute
 
-        Returns `compute` unchanged on one device, where there is nothing to reduce, and on a mesh
-        without zero=1, where XLA inserts the reductions."""
-        def mean(*inputs):
-            found = compute(*inputs)
-            with jax.named_scope('all_reduce'):
-                return jax.lax.pmean(found, 'data')
+    def shard_gradients(self, grads):
+        """Shards the gradients of a micro-batch."""
+        return grads
 
-        def mean_shards(params, frozen, batch, scale):
-            specs = partition_specs(params, current_mesh(), over_replicas=True)
+    def shard_update(self, grads, params):
+        """Shards gradients and parameters for the update. With ZeRO, each device updates its own
+        shard."""
+        return grads, params
 
-            def on_each_replica(*inputs):
-                grads, metrics = compute(*inputs)
-                with jax.named_scope('reduce_scatter'):
-                    return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
-
-            run = jax.shard_map(
-                on_each_replica, in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()),
-                check_vma=False)
-            return run(params, frozen, batch, scale)
-
-        if self.has_pmap:
-            return mean
-        return mean_shards if self.zero == 1 else compute
+    def sum_over_replicas(self, sums):
+        """Adds up the sums of an evaluation, if each device has summed its own sequences."""
+        return sums
 
     # --- compiled steps
 
     def jit_step(self, step):
         """Puts the step of make_train_step under jit or pmap. The resulting function is compiled
         when it is called or lowered, and donates its state."""
-        if self.has_pmap:
-            return pmap_train_step(step, self.devices)
-        if self.is_replicated:
-            return jax.jit(step, donate_argnums=0)
+        return jax.jit(step, donate_argnums=0)
 
+    def jit_eval_step(self, step):
+        """Puts the step of make_eval_step under jit or pmap."""
+        return jax.jit(step)
+
+    def on_mesh(self, step):
+        """Returns step(state, batch) as a function that is traced on the mesh. Without a mesh,
+        returns `step` unchanged."""
+        return step
+
+    def mesh_context(self):
+        """Returns the context manager in which decoding and scoring run. With a mesh, it is
+        jax.set_mesh(mesh). Without a mesh, it does nothing."""
+        return contextlib.nullcontext()
+
+
+class Replicas(Layout):
+    """The whole state on each of several devices, and a part of the sequences: pmap."""
+
+    def __init__(self, devices):
+        super().__init__(devices)
+        self.n_losses = len(devices)  # each device returns the mean loss of its own sequences
+
+    def whole_batch(self, shape, rest):
+        """Returns (shape; PartitionSpec), see Layout: [n_data_shards, *shape, *rest]."""
+        return (self.n_data_shards, *shape, *rest), P('data')
+
+    def shard_batch(self, batch, shape):
+        def find_part(local, index):
+            return local[index[0].start or 0][None]
+
+        return self.put_shards(batch, shape, find_part)
+
+    def all_reduced(self, compute):
+        def mean(*inputs):
+            found = compute(*inputs)
+            with jax.named_scope('all_reduce'):
+                return jax.lax.pmean(found, 'data')
+
+        return mean
+
+    def sum_over_replicas(self, sums):
+        return jax.lax.psum(sums, 'data')
+
+    def jit_step(self, step):
+        return pmap_train_step(step, self.devices)
+
+    def jit_eval_step(self, step):
+        return pmap_step(step, self.devices)
+
+
+class Sharded(Layout):
+    """Everything sharded over a mesh: jit, and XLA inserts the communication."""
+
+    def __init__(self, devices, sizes):
+        mesh = create_mesh(tuple(devices), sizes.tensor, sizes.fsdp, sizes.expert, sizes.context)
+        super().__init__(devices, sizes, mesh)
+
+    def shardings(self, tree):
+        specs = self.specs(tree)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+
+    def specs(self, tree):
+        """Returns the PartitionSpec of each leaf of a tree of parameters, or of a TrainState."""
+        return partition_specs(tree, self.mesh)
+
+    def whole_batch(self, shape, rest):
+        """Returns (shape; PartitionSpec), see Layout. The shards are concatenated on the last axis
+        of `shape`, and the positions are sharded over context."""
+        *first, each = shape
+        spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
+        return (*first, self.n_data_shards * each, *rest), spec
+
+    def shard_batch(self, batch, shape):
+        axis = len(shape) - 1  # of the sequences
+
+        def find_part(local, index):  # the device's positions of a shard
+            shard_number = (index[axis].start or 0) // shape[-1]
+            return local[shard_number][..., *index[axis + 1:]]
+
+        return self.put_shards(batch, shape, find_part)
+
+    def shard_gradients(self, grads):
+        return shard_params(grads)
+
+    def jit_step(self, step):
         def sharded_step(state, batch):
             state, metrics = step(state, batch)
-            # with zero, this all-gathers the parameters again
+            # with ZeRO, this all-gathers the parameters again
             state = jax.lax.with_sharding_constraint(state, self.shardings(state))
             return state, jax.tree.map(shard, metrics)
 
         return jax.jit(self.on_mesh(sharded_step), donate_argnums=0)
 
     def jit_eval_step(self, step):
-        """Puts the step of make_eval_step under jit or pmap."""
-        if self.has_pmap:
-            return pmap_step(step, self.devices)
-        if self.is_replicated:
-            return jax.jit(step)
         return jax.jit(self.on_mesh(
             lambda params, batch: jax.tree.map(shard, step(params, batch))))
 
     def on_mesh(self, step):
-        """Returns step(state, batch) as a function that is traced on the mesh. If the layout is
-        replicated, returns `step` unchanged."""
-        if self.is_replicated:
-            return step
-
         def step_on_mesh(state, batch):
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return step(state, batch)
         return step_on_mesh
 
     def mesh_context(self):
-        """Returns the context manager in which decoding and scoring run. With a mesh, it is
-        jax.set_mesh(mesh). Without a mesh, it does nothing."""
-        return contextlib.nullcontext() if self.is_replicated else jax.set_mesh(self.mesh)
+        return jax.set_mesh(self.mesh)
+
+
+class Zero2(Sharded):
+    """Gradients and optimizer state also sharded over the replicas (ZeRO-2, arXiv:1910.02054). At
+    the end of a step, the parameters are all-gathered."""
+
+    def specs(self, tree):
+        specs = partition_specs(tree, self.mesh)
+        if not hasattr(tree, 'opt_state'):
+            return specs
+        over_replicas = partition_specs(tree.opt_state, self.mesh, over_replicas=True)
+        return specs.replace(opt_state=over_replicas)
+
+    def shard_gradients(self, grads):
+        return shard_params(grads, over_replicas=True)
+
+    def shard_update(self, grads, params):
+        return shard_params((grads, params), over_replicas=True)
+
+
+class Zero1(Zero2):
+    """As Zero2, but each device sums the whole gradients of its own micro-batches, and shards the
+    gradients only once in a step (ZeRO-1)."""
+
+    def __init__(self, devices):
+        super().__init__(devices, MeshSizes())
+        self.n_losses = len(devices)  # each device returns the mean loss of its own sequences
+
+    def shard_gradients(self, grads):
+        return grads
+
+    def all_reduced(self, compute):
+        def on_each_replica(specs, *inputs):
+            grads, metrics = compute(*inputs)
+            with jax.named_scope('reduce_scatter'):
+                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
+
+        def mean_shards(params, frozen, batch, scale):
+            specs = partition_specs(params, current_mesh(), over_replicas=True)
+            run = jax.shard_map(
+                functools.partial(on_each_replica, specs),
+                in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()), check_vma=False)
+            return run(params, frozen, batch, scale)
+
+        return mean_shards
 
 
 def mean_shard(spec, grad):
@@ -292,9 +363,25 @@ def mean_shard(spec, grad):
 
 def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                                expert: int = 1, context: int = 1, zero: int = 0) -> Layout:
-    """Returns the Layout of a model on these devices: replicated, or on a mesh if fsdp, tensor,
-    expert or context is more than 1, or zero more than 0. Raises UserError as Layout does."""
-    return Layout(devices, fsdp, tensor, expert, context, zero)
+    """Returns the Layout of a model on these devices; the table at the top of the file says which.
+
+    fsdp, tensor, expert, context: the sizes of the mesh's axes. zero: 0, 1 (ZeRO-1,
+    arXiv:1910.02054) or 2 (ZeRO-2). Raises UserError if `zero` is not 0, 1 or 2; if zero=1 and one
+    of the sizes is not 1; and if the product of the sizes does not divide the number of devices."""
+    sizes = MeshSizes(fsdp, tensor, expert, context)
+    has_axes = sizes != MeshSizes()
+    if zero not in (0, 1, 2):
+        raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
+    if zero == 1 and has_axes:
+        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
+                        '--zero=2')
+    if zero == 1:
+        return Zero1(devices)
+    if zero == 2:
+        return Zero2(devices, sizes)
+    if has_axes:
+        return Sharded(devices, sizes)
+    return Layout(devices) if len(devices) == 1 else Replicas(devices)
 
 
 def fit_sizes(sizes, given, n_devices, n_embd):

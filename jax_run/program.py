@@ -59,8 +59,8 @@ def assemble(config, layout, options, objective=language_model, *, packed=False)
     model."""
     # the config, as it is executed
     attention, reason = choose_attention(
-        options.attention, config, layout.devices[0], tensor=layout.tensor, context=layout.context,
-        deterministic=options.deterministic, packed=packed)
+        options.attention, config, layout.devices[0], tensor=layout.sizes.tensor,
+        context=layout.sizes.context, deterministic=options.deterministic, packed=packed)
     reasons = {'attention': reason}
     config = dataclasses.replace(
         config, attention=attention, scan_layers=options.scan_layers, remat=options.remat)

@@ -17,7 +17,7 @@ import jax_devices.choose
 import jax_devices.layout
 import jax_ops.matmul
 from jax_devices.choose import choose_attention
-from jax_devices.layout import Layout, fit_sizes, setup_distributed_training, split_batch
+from jax_devices.layout import fit_sizes, setup_distributed_training, split_batch
 from jax_flags import UserError
 from jax_generate import Controls, DecodeState, decode, prefill
 from jax_ops.attention import Dropout, Scores, fused_causal_attention
@@ -375,7 +375,7 @@ def test_a_process_reads_the_rows_of_its_own_devices_only(monkeypatch):
         mesh = types.SimpleNamespace(devices=np.array(devices).reshape(*shape.values()), shape=shape)
         monkeypatch.setattr(jax_devices.layout, 'create_mesh', lambda *_: mesh)
         monkeypatch.setattr(jax_devices.layout, 'Mesh', lambda *_: mesh)
-        return Layout(devices, fsdp, tensor).local_rows(n_rows).tolist()
+        return setup_distributed_training(devices, fsdp, tensor).local_rows(n_rows).tolist()
 
     assert jax.process_index() == 0
     assert rows_of_process_0(16) == [0, 1, 2, 3]
@@ -694,7 +694,7 @@ def trace_int8(tp):
 def trace_gradient_reduction():
     """Of gradients that do not come from jax.grad, which under the check adds up those of replicated parameters itself,
     after every micro-batch."""
-    layout = Layout(tuple(jax.devices()), zero=1)
+    layout = setup_distributed_training(jax.devices(), zero=1)
 
     def gradients(params, frozen, batch, scale):
         grads = {'kernel': batch['x'][0].T @ batch['x'][0], 'bias': batch['x'][0].sum(0)[:3]}

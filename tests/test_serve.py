@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import jax_apps.serve
+import jax_text
 from jax_apps.batching import Batch
 from jax_flags import TextSampling
 from jax_hub.chats import SECONDS
@@ -447,6 +448,30 @@ def test_echo_has_the_log_probabilities_of_the_prompts_and_the_likeliest_tokens(
         assert choice.text.startswith(text) and len(choice.text) == len(text) + 1
     status, text = post(of_run, {'prompt': 'a', 'echo': True})
     assert status == 400 and json.loads(text)['error']['param'] == 'echo'
+
+
+def test_another_answer_begins_while_the_prompts_of_an_echo_are_scored(of_run, monkeypatch):
+    order = []
+    score_in_pieces, encode = jax_text.score_in_pieces, Server.encode
+    with ThreadPoolExecutor() as pool:
+        def pieces(*args):
+            for results in score_in_pieces(*args):
+                order.append('piece')
+                if len(order) == 1:
+                    pool.submit(complete, of_run, max_tokens=2)
+                    wait_for('a job', lambda: of_run.jobs)
+                yield results
+
+        def told(self, job, prompt):
+            if not job.echo:
+                order.append('other')
+            return encode(self, job, prompt)
+
+        monkeypatch.setattr('jax_text.score_in_pieces', pieces)
+        monkeypatch.setattr(Server, 'encode', told)
+        prompts = [letter * 9 for letter in 'abcdefgh']
+        assert len(complete(of_run, prompt=prompts, echo=True, logprobs=1, max_tokens=1).choices) == 8
+    assert 'piece' in order[order.index('other'):], order
 
 
 def test_health_a_model_and_other_methods_have_their_answers(of_run):

@@ -51,8 +51,8 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
         ('steps = [best, *sorted(others, reverse=True)]', 'steps = [best, *others]'),
         ('if must_have_checksums and not', 'if False and not')]),
     'layout': ('jax_devices/layout.py', 'parallel compiled', [
-        ('if self.zero and hasattr', 'if False and hasattr'),
-        ('if config.block_size % self.context**2:', 'if config.block_size % self.context:'),
+        ("if not hasattr(tree, 'opt_state')", 'if True'),
+        ('if config.block_size % context**2:', 'if config.block_size % context:'),
         ("fitting['fsdp'] = math.gcd(left, n_embd)", "fitting['fsdp'] = left")]),
     'sharding': ('jax_ops/sharding.py', 'parallel compiled', [
         ("axes = (*axes, 'data', 'context')", "axes = (*axes, 'data')"),
