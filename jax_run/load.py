@@ -41,9 +41,9 @@ def load_merged(lora, config, layout, updates):
 
 
 def merge_updates(weights, lora, updates):
-    """Returns the same parameters as load_merged, but from weights that are loaded already.
-    weights: frozen parameters, as in TrainState.frozen. Weights and updates are in the memory of
-    the host."""
+    """Adds LoRA's `updates` to frozen weights that are loaded already. Returns the parameters,
+    float32, as load_merged does. weights: the frozen parameters, TrainState.frozen['weights'].
+    Weights and updates are in the memory of the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():
@@ -52,9 +52,10 @@ def merge_updates(weights, lora, updates):
 
 
 def merge(path, array, lora, updates):
-    """Returns `array`, a frozen parameter, in float32, plus its update if `updates` has one. path:
-    the path of the parameter in the tree, a tuple of names. updates: {path of a parameter, with 'a'
-    or 'b' at its end: array}."""
+    """Adds LoRA's update to one frozen parameter, if `updates` has an update of it. Returns the
+    parameter in float32. path: the path of the parameter in the tree, a tuple of names. array: the
+    frozen parameter. lora: the LoRA entry of a checkpoint. updates: {(*path, 'a'): array, (*path,
+    'b'): array} of all parameters that have an update."""
     array = as_kernel(array).to_float32(path[-1] != 'kernel')
     if (*path, 'a') in updates:
         a = np.asarray(updates[*path, 'a'])

@@ -78,7 +78,7 @@ class Run:
     shares: dict  # {folder of a data set: fraction}
     meta: dict  # what meta.json says of the first data set, see load_dataset_meta
     model: Model
-    has_length: bool  # the number of iterations is known; --minutes has yet to measure it otherwise
+    has_length: bool  # whether the number of iterations is known; if not, --minutes measures it
 
     @property
     def iter_num(self):
@@ -349,9 +349,9 @@ def start_state(run, program):
 # flags
 
 def choose_init_from(flags):
-    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. Before a resume,
-    waits until the lock of a run that has died is free. Raises UserError if the processes do not
-    see the same checkpoints."""
+    """Returns the flag init_from. 'auto' becomes 'resume' if out_dir has a checkpoint, else
+    'scratch'. Before a resume, waits until the lock of a run that has died is free. Raises
+    UserError if the processes do not see the same checkpoints."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():
@@ -456,9 +456,9 @@ def schedule_from_flags(flags, iter_num):
 
 
 def schedule_end(flags, iter_num):
-    """Returns the iteration at which the schedule of iteration iter_num ends. This is
-    lr_decay_iters. But if --minutes has moved the end at an iteration later than iter_num, this is
-    the end before the move."""
+    """Returns the iteration at which the schedule of iteration iter_num ends: lr_decay_iters, or
+    the previous end if --minutes has moved the end after iter_num. For example, with
+    earlier_ends='300:900', the schedule of iterations 0 to 299 ends at 900."""
     for until, end in read_ends(flags['earlier_ends']).items():
         if iter_num < until:
             return end
