@@ -34,9 +34,10 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_message(i, message):
-    """Returns message number i. If its content is a list of text parts, they are joined to one
-    text, because many templates take nothing else. Raises UserError if `message` is not a
-    message."""
+    """Checks message number i of a chat. Returns the message without the keys that are None. If its
+    content is a list of text parts, they are joined to one text, because many templates take
+    nothing else. Raises UserError, which names i, if `message` is not a message of text or tool
+    calls."""
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     message = {key: value for key, value in message.items() if value is not None}
@@ -72,16 +73,17 @@ def is_call(call):
 
 
 def call_of(message, n=-1):
-    """Returns tool call number n of a message, {'name': ..., 'arguments': ...}."""
+    """Returns tool call number n of a message, by default the last, as {'name': ..., 'arguments':
+    ...}."""
     call = message['tool_calls'][n]
     return call.get('function', call)
 
 
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
-    takes. By default the arguments are objects, decoded from OpenAI's JSON text. The arguments are
-    JSON text instead if two conditions hold: the template fails with objects or writes objects as
-    Python dicts; and the template does not fail with JSON text."""
+    takes: objects or JSON text. Tries objects first, decoded from OpenAI's JSON text. If the
+    template fails with objects or writes them as Python dicts, tries JSON text. If the template
+    fails with JSON text, returns objects."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -326,9 +328,9 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns `spans`, as render_marked returns them, without the spans of some answers. left_out:
-    the indices of these answers among the messages. Raises UserError if the template does not mark
-    such an answer by a separate span."""
+    """Removes the spans of the answers that do not count. spans: what render_marked returns.
+    left_out: the indices of these answers among the messages. Returns the other spans. Raises
+    UserError if the template does not mark such an answer by a span of its own."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -426,9 +428,9 @@ def ends_alike(request, before, question):
 
 
 def find_places(tokenizer, chat, text):
-    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {index of the
-    message: (start, end)} in characters, without messages that the template leaves out or
-    rewrites."""
+    """Finds where the messages of a Chat are in `text`, the rendered Chat. Returns {index of a
+    message: (start, end) of its content} in characters. Leaves out messages that the template
+    leaves out or rewrites."""
     says = {i: message['content'] for i, message in enumerate(chat.messages)
             if isinstance(message.get('content'), str) and message['content'].strip()}
     places = {}
@@ -497,10 +499,10 @@ def find_lost(tokenizer, chat, ids, counted):
 
 class Part(NamedTuple):
     """A part of a message that a template may leave out."""
-    number: int  # of the message
+    number: int  # the index of the message
     kind: str  # its name in a warning
-    key: str  # of the message
-    value: str  # with MARK in place of the part
+    key: str  # the message's key whose value has the part
+    value: str  # this value, with MARK in place of the part
 
 
 def parts_of(message):
@@ -613,8 +615,9 @@ def find_next_end(tokenizer, chat, behind):
 
 
 def final_answer(text):
-    """Returns the part of an answer that belongs to the conversation. gpt-oss first writes
-    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with this part. (The
+    """Returns the part of a model's answer that belongs to the conversation: all of it, or for
+    gpt-oss the text of its final channel ('' before that channel begins). gpt-oss first writes
+    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with this text. (The
     other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:
         return text

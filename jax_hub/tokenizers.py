@@ -55,7 +55,8 @@ class CharTokenizer:
         self.ids = {c: i for i, c in enumerate(chars)}
 
     def encode(self, text, begin=True):
-        """Returns the ids of a text. Raises UserError for unknown characters."""
+        """Returns the ids of a text. begin: has no effect here, see HFTokenizer.encode. Raises
+        UserError for unknown characters."""
         check_characters(text, self.ids)
         return [self.ids[c] for c in text]
 
@@ -63,8 +64,8 @@ class CharTokenizer:
         return ''.join(self.chars[i] for i in ids)
 
     def token_bytes(self):
-        """Returns the number of UTF-8 bytes of each token, 0 for special tokens; None if these
-        numbers are not known."""
+        """Returns the number of UTF-8 bytes of each token, a list in the order of the ids, 0 for
+        special tokens. Returns None if these numbers are not known."""
         return [len(c.encode()) for c in self.chars]
 
 
@@ -144,8 +145,9 @@ class HFTokenizer:
     def read_ends(self, configs, size):
         """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for two
         tokens, the one that begins a text and the one that ends a text: first by name, then by the
-        ids in `configs`. size: the number of rows of the model's embedding; start_token and
-        end_token are smaller than `size`."""
+        ids in `configs`. configs: the contents of generation_config.json and config.json. size: the
+        number of rows of the model's embedding; start_token and end_token are smaller than
+        `size`."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -199,7 +201,7 @@ class HFTokenizer:
         return self.tokenizer.decode([id for id in ids if id not in self.special_ids])
 
     def token_bytes(self):
-        """Returns the number of UTF-8 bytes of each token, see CharTokenizer."""
+        """Returns the number of UTF-8 bytes of each token, see CharTokenizer.token_bytes."""
         kinds = decoder_kinds(self.tokenizer)
         if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace', 'Fuse'}:
             return None
@@ -318,8 +320,9 @@ def is_as_filed(folder, settings):
 
 
 def adds_none(settings, tokenizer):
-    """Returns whether a Tokenizer has all tokens that its `settings` (tokenizer_config.json) name.
-    Otherwise transformers adds the missing ones."""
+    """Returns whether transformers adds no tokens to a Tokenizer, because the Tokenizer has all
+    tokens that `settings` name. Returns False if `settings` list extra or additional special
+    tokens. settings: the content of tokenizer_config.json."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]
@@ -329,8 +332,9 @@ def adds_none(settings, tokenizer):
 
 def complete(tokenizer, hf):
     """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added
-    tokens, their flags, and the tokens around a text. If the class of transformers has another
-    normalizer, split, model or decoder than the file, the one in the file is kept."""
+    tokens, their flags, and the tokens around a text. hf: transformers' tokenizer of the same
+    folder. If the class of transformers has another normalizer, split, model or decoder than the
+    file, the one in the file is kept."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
@@ -436,9 +440,10 @@ def load_tokenizer(description):
 
 
 def load_token_bytes(description, vocab_size):
-    """Returns the token_bytes of a tokenizer as an int array [vocab_size], 0 for ids without a
-    token. Returns None if the bytes are not known or the tokenizer cannot be loaded. description:
-    see load_tokenizer."""
+    """Returns the number of UTF-8 bytes of each token of a tokenizer, an int array with 0 for
+    special tokens and for ids without a token. Its length is vocab_size, or the number of tokens if
+    that is larger. Returns None if the bytes are not known or the tokenizer cannot be loaded.
+    description: see load_tokenizer."""
     try:
         n_bytes = load_tokenizer(description).token_bytes()
     except UserError:
@@ -449,9 +454,10 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """Returns the description of the tokenizer of a pretrained model. This is the tokenizer in the
-    model's folder; or GPT-2's, if the folder has none and the vocabulary has GPT-2's size. Returns
-    None if the tokenizer is unknown."""
+    """Returns the description (see load_tokenizer) of the tokenizer of a pretrained model. This is
+    the tokenizer in the model's folder; or GPT-2's, if the folder has none and the vocabulary has
+    GPT-2's size. Returns None if the tokenizer is unknown. model_path: the model's folder, or a
+    file in it."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if any(os.path.exists(os.path.join(folder, name)) for name in VOCABULARIES):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
@@ -459,10 +465,10 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Returns the description of a tokenizer with a path that can be opened. A path in
-    `description` is relative to `folder`. In the result, the path is joined to `folder`, and
-    "is_copy" is added (see HFTokenizer), which is true if the path was 'tokenizer', as in a run or
-    a data set."""
+    """Joins the path in the description of a tokenizer to `folder`, to which the path is relative.
+    Returns the new description, which also has "is_copy" (see HFTokenizer). "is_copy" is true if
+    the path was 'tokenizer', as in a run or a data set. Returns a description without a path
+    unchanged."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
@@ -550,7 +556,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 def remedy_for_tokens(description, name):
     """Returns the part of an error message that says how to make a data set with the tokens of a
-    tokenizer. name: the model or the folder that has the tokenizer."""
+    tokenizer. description: see load_tokenizer. name: the model or the folder that has the
+    tokenizer."""
     if description['kind'] == 'char':
         return 'the model knows characters: take a data set with the same ones'
     if description['kind'] == 'gpt2':
@@ -593,8 +600,8 @@ def write_gpt2_tokenizer(folder):
 
 
 def write_tokenizer(description, folder):
-    """Writes a tokenizer of any kind to `folder`, which then has a tokenizer of the kind
-    'folder'."""
+    """Writes the files of a tokenizer to `folder`, such as tokenizer.json, also for a tokenizer
+    that has no files. description: see load_tokenizer."""
     match description:
         case {'kind': 'char', 'chars': chars}:
             write_char_tokenizer(chars, folder)
