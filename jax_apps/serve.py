@@ -182,7 +182,9 @@ class Job:
     the answer on its way back."""
 
     def __init__(self, connection, is_chat, body, server):
-        """Reads and checks the body of the request. Raises Refusal for an invalid body."""
+        """Reads and checks the body of the request. connection: the client's socket. is_chat:
+        whether the request is a chat, instead of completions. body: its JSON object. server: the
+        Server. Raises Refusal for an invalid body."""
         self.connection = connection
         self.is_chat = is_chat
         self.model = server.name
@@ -593,8 +595,8 @@ def describe_end(job, generation, i=0):
 def describe_logprobs(job, generation, i, end):
     """Returns the log-probabilities of the new tokens of row i of an answer, in OpenAI's form. The
     texts of the tokens add up to the text of the answer. A character made of several tokens belongs
-    to the text of the last of these tokens. end: the number of tokens up to the end of the answer,
-    including the prompt."""
+    to the text of the last of these tokens. job: the Job. generation: its Generation. end: the
+    number of tokens up to the end of the answer, including the prompt."""
     n_prompt = generation.lengths[i]
     tokens = generation.result.tokens[i, :end].tolist()
     logprobs = generation.result.logprobs[i, n_prompt:end].tolist()

@@ -25,7 +25,8 @@ class Chat(NamedTuple):
 
 
 def read_chat(messages, tools=None, variables=None):
-    """Turns a user's messages into a Chat. Raises UserError if `messages` are no conversation."""
+    """Turns a user's messages into a Chat. tools, variables: see Chat. Raises UserError if
+    `messages` are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
                         'one')
@@ -156,7 +157,7 @@ def render_marked(tokenizer, chat):
 
 
 def within_limits(function, *args, **options):
-    """Returns the result of a function that runs a chat template.
+    """Returns function(*args, **options). function: one that runs a chat template.
 
     Raises UserError if the template fails, refuses the messages, or computes for longer than
     SECONDS."""
@@ -451,8 +452,8 @@ def find_places(tokenizer, chat, text):
 
 def check_spans(tokenizer, chat, text, spans, chosen):
     """Raises UserError if a span that counts holds the text of a message that does not count. This
-    happens if the template writes that message into an answer. chosen: the indices of the messages
-    that count."""
+    happens if the template writes that message into an answer. text: the rendered Chat. spans: the
+    parts of `text` that count, [(start, end)]. chosen: the indices of the messages that count."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
     # finding their places is slow: only if a span has their words
     words = [chat.messages[i].get('content') for i in others]
@@ -522,7 +523,7 @@ def parts_of(message):
 
 
 def left_out_parts(tokenizer, chat, parts):
-    """Returns the Parts of a Chat that its template leaves out.
+    """Returns those of `parts`, a list of Parts of a Chat, that the template leaves out.
 
     The Chat is rendered once with a different mark in each part. For each mark that is missing, the
     Chat is rendered again with that mark alone, because other marks may mislead a template."""
@@ -558,10 +559,11 @@ def mark_answer(message):
 def find_end(answer, text, specials, stop_tokens):
     """Returns (start; end) of the part of `text` that counts in training for an Answer.
 
-    text: the text of all messages. specials: the Specials of `text`. An answer ends with the first
-    special token after the words of the answer. If a stop token directly follows this special
-    token, the answer ends with the stop token (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
-    The special tokens around tool calls do not end an answer, unless they are stop tokens."""
+    text: the text of all messages. specials: the Specials of `text`. stop_tokens: the ids that stop
+    sampling. An answer ends with the first special token after the words of the answer. If a stop
+    token directly follows this special token, the answer ends with the stop token (Command R's
+    <|END_RESPONSE|><|END_OF_TURN_TOKEN|>). The special tokens around tool calls do not end an
+    answer, unless they are stop tokens."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]

@@ -221,7 +221,8 @@ def gemma3_config(hf):
 
 
 def qwen3_moe_config(hf):
-    """Returns the fields of GPTConfig for a Qwen 3 model with experts."""
+    """Returns the fields of GPTConfig, {name: value}, for a Qwen 3 model with experts. hf: the
+    config of the model, as transformers reads it."""
     require(hf, use_sliding_window=False)
     are_moe = [i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
                for i in range(hf.num_hidden_layers)]
@@ -474,8 +475,8 @@ def read_config(values, source):
 
 
 def config_of_transformers(values, family):
-    """Returns the config of the language model in a config.json, an object of transformers'
-    class."""
+    """Returns the config of the language model in a config.json, an object of transformers' class.
+    values: the content of the config.json. family: the model_type."""
     if 'text_config' in values:
         if family not in COMPOSITE:
             raise UserError(f'text_config is not supported for {family}')

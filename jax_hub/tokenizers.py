@@ -228,20 +228,23 @@ class HFTokenizer:
 
     def encode_chat(self, messages, *, tools=None, variables=None):
         """Returns one list of ids: the chat, then the template's generation prompt, which opens the
-        answer. All special tokens are the template's; none are added."""
+        answer. All special tokens are the template's; none are added. tools, variables: see
+        Chat."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
                                 variables=variables)
         return self.encode(text, begin=False)
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
-        """Returns a conversation as Encoded, see jax_hub.chats.encode_training_chat."""
+        """Returns a conversation as Encoded, see jax_hub.chats.encode_training_chat. tools,
+        variables: see Chat."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
-        """Returns warnings about a conversation, see jax_hub.chats.find_lost."""
+        """Returns warnings about a conversation, a list of texts, see jax_hub.chats.find_lost.
+        tools, variables: see Chat."""
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
@@ -356,7 +359,8 @@ MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
 def mend_mistral_split(tokenizer, folder, settings):
     """Replaces the wrong split of some Mistral tokenizers by the published split, as transformers'
     fix_mistral_regex does, and prints a line about it. "fix_mistral_regex": false in
-    tokenizer_config.json forbids the replacement.
+    tokenizer_config.json forbids the replacement. tokenizer: the Tokenizer, which is changed.
+    settings: the content of tokenizer_config.json.
 
     In Llama 3's tokenizer the same split is right, even if the model has Mistral's architecture."""
     config = read_config_json(folder)
@@ -386,7 +390,8 @@ def as_list(value):
 
 
 def read_sampling(generation):
-    """Returns the sampling defaults of generation_config.json, {'temperature': 0.6, ...}."""
+    """Returns the sampling defaults in `generation`, the content of generation_config.json, such as
+    {'temperature': 0.6}."""
     found = {name: generation[name] for name in CONTROLS
              if type(generation.get(name)) in (int, float)}
     if found.get('top_k', 0) < 0:  # many write -1 for off
@@ -395,7 +400,8 @@ def read_sampling(generation):
 
 
 def read_stop_texts(generation):
-    """Returns the texts that end an answer, "stop_strings" of generation_config.json."""
+    """Returns a tuple of the texts that end an answer, "stop_strings" in `generation`, the content
+    of generation_config.json."""
     found = generation.get('stop_strings') or ()
     return tuple(text for text in ([found] if isinstance(found, str) else found)
                  if isinstance(text, str))
@@ -625,9 +631,9 @@ def write_template(folder, template):
 
 
 def copy_tokenizer(description, folder):
-    """Writes the files of a tokenizer of the kind 'folder' to `folder`. tokenizer.json gets all
-    tokens, also the tokens that other files and classes add. generation_config.json gets all end
-    tokens."""
+    """Writes the files of a tokenizer of the kind 'folder' to `folder`. description: see
+    load_tokenizer. tokenizer.json gets all tokens, also the tokens that other files and classes
+    add. generation_config.json gets all end tokens."""
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):
         return

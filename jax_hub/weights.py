@@ -61,7 +61,7 @@ def first_names(names):
 
 def refuse_mlx(tensors, source):
     """Raises UserError for weights that MLX has quantized: several numbers in 32 bits, with scales
-    and biases."""
+    and biases. tensors: {name: array}. source: the name of their file, for the message."""
     for name, x in tensors.items():
         scales = f'{name.removesuffix("weight")}scales'
         if name.endswith('.weight') and scales in tensors and x.dtype.name == 'uint32':

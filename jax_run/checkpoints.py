@@ -397,10 +397,11 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     """Saves the state after iter_num iterations. Returns once the values are copied; they are
     written in the background.
 
-    meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
-    a candidate for the best; None if there was no evaluation. Raises UserError if this checkpoint
-    or the one before it cannot be written (a full disk), or if the folder holds later checkpoints.
-    Raises TryAgain instead if a save may soon succeed."""
+    manager: what open_checkpoints returns. meta: JSON metadata, see OutDir.save. val_loss: the
+    validation loss, which makes the checkpoint a candidate for the best; None if there was no
+    evaluation. Raises UserError if this checkpoint or the one before it cannot be written (a full
+    disk), or if the folder holds later checkpoints. Raises TryAgain instead if a save may soon
+    succeed."""
     import orbax.checkpoint as ocp
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
@@ -436,7 +437,7 @@ def as_replicated_global_array(x):
 
 def cannot_write(what, manager, error):
     """Returns the message which says that `what`, a text such as 'checkpoint 100', cannot be
-    written."""
+    written. manager: what open_checkpoints returns. error: the exception of the write."""
     folder = manager.directory
     reason = str(error)[:200]
     try:
@@ -455,7 +456,8 @@ def run_of(manager):
 
 def add_val_loss(manager, step, val_loss):
     """Adds val_loss to checkpoint `step` if it was saved without an evaluation, as after a signal.
-    The checkpoint can then be chosen as the best. All processes call this."""
+    The checkpoint can then be chosen as the best. All processes call this. manager: what
+    open_checkpoints returns."""
     run = run_of(manager)
     path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():

@@ -312,8 +312,9 @@ def dataset_folder(name, root=None):
 
 def load_mixture_meta(dataset, root=None):
     """Returns (shares; meta) of the flag --dataset. shares: {folder: fraction}, see parse_mixture.
-    meta: what load_dataset_meta returns for the first of these folders. Raises UserError if data
-    sets cannot be mixed, because their tokens differ or one of them has pairs."""
+    meta: what load_dataset_meta returns for the first of these folders. dataset, root: see
+    parse_mixture. Raises UserError if data sets cannot be mixed, because their tokens differ or one
+    of them has pairs."""
     shares = parse_mixture(dataset, root)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]

@@ -29,7 +29,8 @@ def load_frozen(lora, config, layout):
 def load_merged(lora, config, layout, updates):
     """Loads the base model of a LoRA run and adds LoRA's `updates` to the weights of that model. If
     the run has --quantize, the base model's matrices are rounded to int8 first, as in training.
-    Returns the parameters, float32. Raises UserError as load_base does."""
+    Returns the parameters, float32. lora: the LoRA entry of a checkpoint (see Model). Raises
+    UserError as load_base does."""
     updates = flatten_dict(updates)
 
     def change(path, array):
@@ -43,7 +44,7 @@ def load_merged(lora, config, layout, updates):
 def merge_updates(weights, lora, updates):
     """Adds LoRA's `updates` to frozen weights that are loaded already. Returns the parameters,
     float32, as load_merged does. weights: the frozen parameters, TrainState.frozen['weights'].
-    Weights and updates are in the memory of the host."""
+    lora: the LoRA entry of a checkpoint. Weights and updates are in the memory of the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():
@@ -66,7 +67,8 @@ def merge(path, array, lora, updates):
 
 def load_base(lora, config, layout, change):
     """Loads the weights of LoRA's base model. Returns (weights; checksum), as load_weights does.
-    change: see load_weights. Raises UserError if the base model has moved or changed."""
+    lora: the LoRA entry of a checkpoint (see Model). change: see load_weights. Raises UserError if
+    the base model has moved or changed."""
     check_place(lora)
     params, crc = load_start_weights(lora['base'], config, layout, change)
     check_checksum(lora, crc)

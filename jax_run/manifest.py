@@ -280,8 +280,8 @@ def describe_shortly(file):
 
 
 def find_changes(before, now):
-    """Compares the `data` of two manifests. Returns the differences as a list of texts. The names
-    of the data sets are not compared."""
+    """Compares the entries `data` of two manifests, the earlier `before` and the present `now`.
+    Returns the differences as a list of texts. The names of the data sets are not compared."""
     if len(before) != len(now):
         return [f'{len(before)} data sets before, {len(now)} now']
     changes = []

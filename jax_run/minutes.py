@@ -61,7 +61,8 @@ def time_of_end(flags, started):
 
 def count_fitting(layout, left, seconds, eval_s, eval_interval):
     """Returns how many iterations fit into `left` seconds, at least one. All processes get the
-    number of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation."""
+    number of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation.
+    eval_interval: the number of iterations between two evaluations."""
     n = 0
     if jax.process_index() == 0:
         n = max(1, int(left / (seconds + eval_s / eval_interval)))

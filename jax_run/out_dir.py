@@ -265,8 +265,9 @@ def set_damaged_aside(run, resumed_at):
 
 
 def see_lock(run, out_dir, holder):
-    """Raises UserError if this process does not see the lock that process 0 holds. Waits up to 40
-    s, because an NFS client may show the writes of another machine only 30 s later."""
+    """Raises UserError if this process does not see the lock that process 0 holds. holder: the text
+    that process 0 has written into the lock. Waits up to 40 s, because an NFS client may show the
+    writes of another machine only 30 s later."""
     for _ in range(400):
         if run.is_locked_by(holder):
             return

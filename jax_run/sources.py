@@ -539,7 +539,8 @@ def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: A
 
 
 def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
-    """Opens a data set of pairs. Returns a DataSet. options: further keyword arguments of Pairs."""
+    """Opens a data set of pairs. Returns a DataSet. length_normalized: see Pairs. options: further
+    keyword arguments of Pairs."""
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}

@@ -159,7 +159,7 @@ def run_at(run, folder, step):
 
 def describe_seconds(intervals, records):
     """Returns a text on the number of iterations in the intervals, and on the time that the
-    iterations took, according to the log."""
+    iterations took, according to the log. records: the records of metrics.jsonl."""
     times = [record['time_ms'] for record in records if record.get('time_ms')]
     n = sum(last - first for first, last in intervals)
     if not times:
@@ -169,8 +169,9 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns the interval's first batch with a token that counts. The step is compiled for the
-    shapes of this batch. Raises UserError if no token counts."""
+    """Returns the interval's first batch with a token that counts. make_batch(iteration): returns a
+    batch, or None if none of its tokens counts. The step is compiled for the shapes of this batch.
+    Raises UserError if no token counts."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:
@@ -265,8 +266,8 @@ def train_again(run, layout, interval, state, step, make_batch, evaluate, record
 
 
 def compare_states(state, kept):
-    """Returns a text that says how many arrays of two states differ, and which array is the first
-    that differs. Returns '' if all bits are the same."""
+    """Compares two TrainStates bit for bit. Returns a text that says how many arrays differ, and
+    which is the first and by how much it differs. Returns '' if all bits are the same."""
     ours, theirs = (
         jax.tree_util.tree_leaves_with_path({**s.weight_sets(), **opt_state_item(s)})
         for s in (state, kept))

@@ -46,8 +46,9 @@ class Tree:
         work.mkdir()
 
     def run(self, script, *args, devices=1):
-        """Runs one of the tree's scripts, with the work folder as the current folder. Ends this
-        program if the script fails."""
+        """Runs one of the tree's scripts, with the work folder as the current folder. args: the
+        script's arguments. devices: the number of CPU devices that it has. Ends this program if the
+        script fails."""
         env = {**os.environ, 'JAX_NUM_CPU_DEVICES': str(devices), 'JAX_PLATFORMS': 'cpu'}
         command = [sys.executable, str(self.path / script), *map(str, args)]
         done = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)
