@@ -92,7 +92,8 @@ class Row:
 
     @property
     def kind(self):
-        """The options that all rows of a batch must have in common."""
+        """The options that all rows of a batch must have in common: (options of the KV cache; size
+        of the vocabulary)."""
         return self.decoder.cache_options, self.decoder.controls.n_vocab
 
 
@@ -216,7 +217,9 @@ class Batch:
             row.decoder.state = state.replace(**parts)
 
     def place_rows(self, rows):
-        """Gives a place to each of `rows`. No other row may have a place."""
+        """Gives each of `rows` a place in the batch. Makes the Decoder of the batch if there is
+        none, and resizes the Decoder's state if the rows do not fit or more than half of its places
+        are free. Rows that are not in `rows` must have no place."""
         n_places = self.n_rows or max(2, power_of_two(len(rows)))
         n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
         if self.decoder is None:
@@ -324,8 +327,9 @@ def take_row(cache, place):
 
 @functools.partial(jax.jit, donate_argnames='state')
 def put_row(state, row, place):
-    """Returns `state` with the DecodeState `row`, which has one row, at index `place`. `row` may
-    have fewer columns and slots than `state`. `state` is donated."""
+    """Copies `row`, a DecodeState of one row, into the DecodeState `state` at row index `place`.
+    Returns the new state. `row` may have fewer columns and slots than `state`; zeros fill the rest.
+    `state` is donated."""
     def put(x_B, x_1):
         if x_B.ndim == 0:  # counts of all steps
             return x_B

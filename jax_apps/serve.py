@@ -91,8 +91,9 @@ OFF_AT_MINUS_1 = ('top_k', 'seed')
 
 
 def read_field(body, name, *kinds):
-    """Returns a field of a request, or None if the request lacks the field. Raises Refusal if the
-    type of the value is not one of `kinds`. A bool does not count as a number."""
+    """Returns the field `name` of a request, or None if the request lacks the field. body: the
+    request's JSON object. kinds: the allowed types of the value; a bool does not count as a number.
+    Raises Refusal for a value of another type."""
     value = body.get(name)
     if value is not None and type(value) not in kinds:
         names = ' or '.join(kind.__name__ for kind in kinds)
@@ -101,9 +102,10 @@ def read_field(body, name, *kinds):
 
 
 def read_sampling(body, sampling):
-    """Returns the TextSampling that a request asks for. `sampling` has the values of the fields
-    that the request lacks; its max_new_tokens is the upper limit for the length of an answer.
-    Raises Refusal for fields that are not supported or out of range."""
+    """Returns the TextSampling that a request asks for. body: the request's JSON object. sampling:
+    a TextSampling with the values of the fields that the request lacks; its max_new_tokens is the
+    upper limit for the length of an answer. Raises Refusal for fields that are not supported or out
+    of range."""
     for name, off in UNSUPPORTED.items():
         if body.get(name) not in (None, off):
             raise Refusal(400, f'{name} is not supported here', name)
@@ -156,8 +158,9 @@ class End(NamedTuple):
 
 
 def read_prompts(body, is_chat):
-    """Returns the list of a request's prompts. A chat has one prompt, its list of messages.
-    Otherwise each prompt is a text or a list of token ids. Raises Refusal for anything else."""
+    """Returns the list of a request's prompts. A chat has one prompt, its list of messages. A
+    request for completions has one or more prompts, each a text or a list of token ids. body: the
+    request's JSON object. Raises Refusal for anything else."""
     name, kinds = ('messages', [list]) if is_chat else ('prompt', [str, list])
     prompt = read_field(body, name, *kinds)
     if prompt is None:
@@ -180,7 +183,9 @@ class Job:
     the answer on its way back."""
 
     def __init__(self, connection, is_chat, body, server):
-        """Reads and checks the body of the request. Raises Refusal for an invalid body."""
+        """Reads and checks the body of the request. connection: the client's socket. is_chat:
+        whether the request is a chat, instead of completions. body: its JSON object. server: the
+        Server. Raises Refusal for an invalid body."""
         self.connection = connection
         self.is_chat = is_chat
         self.model = server.name
@@ -282,8 +287,8 @@ class Job:
                 'created': self.created, 'model': self.model, 'choices': choices}
 
     def usage(self):
-        """Returns the numbers of tokens. The tokens of each prompt count once, even if the request
-        asks for n > 1 answers to each prompt."""
+        """Returns {'prompt_tokens', 'completion_tokens', 'total_tokens'}, numbers of tokens. The
+        tokens of each prompt count once, even if the request asks for n > 1 answers to it."""
         n_prompt = sum(end.n_prompt for end in self.ends[::self.n])
         n_new = sum(end.n_new for end in self.ends)
         return {'prompt_tokens': n_prompt, 'completion_tokens': n_new,
@@ -391,8 +396,9 @@ class Server(ThreadingHTTPServer):
             self.changed.notify()
 
     def next_job(self, waits):
-        """Removes from the queue the first Job that can begin, and returns that Job. Returns None
-        if no Job can begin, or if stop() was called. waits: whether to wait while the queue is
+        """Removes from the queue the first Job that can begin, and returns that Job. A Job that is
+        decoded by itself (has_own_batch) cannot begin while another such Job is under way. Returns
+        None if no Job can begin, or if stop() was called. waits: whether to wait while the queue is
         empty."""
         with self.changed:
             while waits and not self.jobs and not self.is_ending:
@@ -443,9 +449,10 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Answers a request with echo. Yields True after each chunk of the continuations, and after
-        each piece of the scoring. Then puts the Ends into job.events, with the log-probabilities of
-        prompts and continuations."""
+        """Answers a Job with echo: continues the prompts, and scores prompts and continuations.
+        Yields True after each chunk of the continuations, and after each piece of the scoring. Then
+        puts the list of Ends, with the texts and log-probabilities of both, into job.events.
+        prompts: lists of token ids."""
         generation = Generation(
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
         if not (yield from self.make_all(job, generation)):
@@ -541,9 +548,8 @@ class Server(ThreadingHTTPServer):
         return True
 
     def show(self, job, text, n_shown):
-        """Puts the part of `text` after the first n_shown characters into job.events, and returns
-        how many characters are shown now. Of gpt-oss's answer to a chat, only the final channel
-        counts as text."""
+        """Puts text[n_shown:] into job.events, and returns the new n_shown, the length of the text.
+        Of gpt-oss's answer to a chat, only the final channel counts as text."""
         if job.is_chat:
             text = final_answer(text)
         job.events.put(text[n_shown:])
@@ -552,8 +558,8 @@ class Server(ThreadingHTTPServer):
     # connections
 
     def verify_request(self, request, client_address):
-        """Returns whether there are at most CONNECTIONS threads. If there are more, closes the new
-        connection."""
+        """Returns whether the server accepts a new connection. If there are more than CONNECTIONS
+        threads, closes the connection and returns False. request: the socket."""
         if threading.active_count() <= CONNECTIONS:
             return True
         request.close()
@@ -561,7 +567,8 @@ class Server(ThreadingHTTPServer):
 
     def shutdown_request(self, request):
         """Closes a connection after reading what the client still sends. A connection that is
-        closed with bytes unread is reset, and the client may lose the answer."""
+        closed with bytes unread is reset, and the client may lose the answer. request: the
+        socket."""
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_WR)
             request.settimeout(LINGER)
@@ -578,7 +585,7 @@ class Server(ThreadingHTTPServer):
 
 
 def describe_end(job, generation, i=0):
-    """Returns the End of row i of a generation."""
+    """Returns the End of row i of an answer. job: its Job. generation: its Generation."""
     n_prompt = generation.lengths[i]
     end = int(generation.result.lengths[i])
     if generation.stopped[i]:
@@ -596,8 +603,8 @@ def describe_end(job, generation, i=0):
 def describe_logprobs(job, generation, i, end):
     """Returns the log-probabilities of the new tokens of row i of an answer, in OpenAI's form. The
     texts of the tokens add up to the text of the answer. A character made of several tokens belongs
-    to the text of the last of these tokens. end: the number of tokens up to the end of the answer,
-    including the prompt."""
+    to the text of the last of these tokens. job: the Job. generation: its Generation. end: the
+    number of tokens up to the end of the answer, including the prompt."""
     n_prompt = generation.lengths[i]
     tokens = generation.result.tokens[i, :end].tolist()
     logprobs = generation.result.logprobs[i, n_prompt:end].tolist()

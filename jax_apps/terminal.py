@@ -76,7 +76,8 @@ class Chat:
                 self.answer(self.messages, line)
 
     def obey(self, line):
-        """Executes one of COMMANDS."""
+        """Executes a line that begins with '/', one of COMMANDS. Prints a message for an unknown
+        command."""
         if line == '/help':
             print(f'({COMMANDS})')
         elif line == '/clear':
@@ -106,7 +107,8 @@ class Chat:
 
     def forget_oldest(self, messages):
         """Leaves out the oldest turns until the remaining messages and an answer fit into the
-        context. Returns the remaining messages. The answer counts as max_new_tokens tokens, or half
+        context, and prints how many. Returns the remaining messages. A turn is a question and its
+        answer; the last question always stays. The answer counts as max_new_tokens tokens, or half
         the context if that is less."""
         # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size

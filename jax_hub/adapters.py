@@ -26,7 +26,7 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     modules: {name of a module in transformers: Halves}. rank, alpha: the rank and alpha of the run.
     A module that holds n of the run's updates side by side has n times this rank and alpha. base:
     the path of the base model, or its name on the hub. model_type: the model_type in the base
-    model's config.json. others: the modules without an update."""
+    model's config.json. others: the names of the modules without an update."""
     # The tensors of the modules, and the modules with another rank than the run.
     tensors = {}
     ranks = {}
@@ -67,10 +67,11 @@ def as_peft_number(alpha):
 def name_targets(modules, others):
     """Returns the names to list in peft's config for the modules of an adapter.
 
-    modules: the modules with an update. others: all other modules of the model. Usually the last
-    parts of the names suffice, such as 'q_proj'. If a module in `others` has the same last part, or
-    if the model has a vision part, returns whole names. peft matches experts by the last part even
-    then, so raises UserError if experts in `others` have the same last part."""
+    modules: the names of the modules with an update. others: the names of the model's other
+    modules. Usually the last parts of the names suffice, such as 'q_proj'. If a module in `others`
+    has the same last part, or if the model has a vision part, returns whole names. peft matches
+    experts by the last part even then, so raises UserError if experts in `others` have the same
+    last part."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

@@ -25,7 +25,8 @@ class Chat(NamedTuple):
 
 
 def read_chat(messages, tools=None, variables=None):
-    """Turns a user's messages into a Chat. Raises UserError if `messages` are no conversation."""
+    """Turns a user's messages into a Chat. tools, variables: see Chat. Raises UserError if
+    `messages` are no conversation."""
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
                         'one')
@@ -34,9 +35,10 @@ def read_chat(messages, tools=None, variables=None):
 
 
 def read_message(i, message):
-    """Returns message number i. If its content is a list of text parts, they are joined to one
-    text, because many templates take nothing else. Raises UserError if `message` is not a
-    message."""
+    """Checks message number i of a chat. Returns the message without the keys that are None. If its
+    content is a list of text parts, they are joined to one text, because many templates take
+    nothing else. Raises UserError, which names i, if `message` is not a message of text or tool
+    calls."""
     if not isinstance(message, dict) or not isinstance(message.get('role'), str):
         raise UserError(f'message {i} is not {{"role": ..., "content": text}}')
     message = {key: value for key, value in message.items() if value is not None}
@@ -72,16 +74,17 @@ def is_call(call):
 
 
 def call_of(message, n=-1):
-    """Returns tool call number n of a message, {'name': ..., 'arguments': ...}."""
+    """Returns tool call number n of a message, by default the last, as {'name': ..., 'arguments':
+    ...}."""
     call = message['tool_calls'][n]
     return call.get('function', call)
 
 
 def with_arguments(tokenizer, chat):
     """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
-    takes. By default the arguments are objects, decoded from OpenAI's JSON text. The arguments are
-    JSON text instead if two conditions hold: the template fails with objects or writes objects as
-    Python dicts; and the template does not fail with JSON text."""
+    takes: objects or JSON text. Tries objects first, decoded from OpenAI's JSON text. If the
+    template fails with objects or writes them as Python dicts, tries JSON text. If the template
+    fails with JSON text, returns objects."""
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
     found = [call_of(message, n).get('arguments') for message in decoded.messages
              for n in range(len(message.get('tool_calls') or ()))]
@@ -154,7 +157,7 @@ def render_marked(tokenizer, chat):
 
 
 def within_limits(function, *args, **options):
-    """Returns the result of a function that runs a chat template.
+    """Returns function(*args, **options). function: one that runs a chat template.
 
     Raises UserError if the template fails, refuses the messages, or computes for longer than
     SECONDS."""
@@ -326,9 +329,9 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Returns `spans`, as render_marked returns them, without the spans of some answers. left_out:
-    the indices of these answers among the messages. Raises UserError if the template does not mark
-    such an answer by a separate span."""
+    """Removes the spans of the answers that do not count. spans: what render_marked returns.
+    left_out: the indices of these answers among the messages. Returns the other spans. Raises
+    UserError if the template does not mark such an answer by a span of its own."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -426,9 +429,9 @@ def ends_alike(request, before, question):
 
 
 def find_places(tokenizer, chat, text):
-    """Finds the contents of the messages of a Chat in `text`, its rendering. Returns {index of the
-    message: (start, end)} in characters, without messages that the template leaves out or
-    rewrites."""
+    """Finds where the messages of a Chat are in `text`, the rendered Chat. Returns {index of a
+    message: (start, end) of its content} in characters. Leaves out messages that the template
+    leaves out or rewrites."""
     says = {i: message['content'] for i, message in enumerate(chat.messages)
             if isinstance(message.get('content'), str) and message['content'].strip()}
     places = {}
@@ -449,8 +452,8 @@ def find_places(tokenizer, chat, text):
 
 def check_spans(tokenizer, chat, text, spans, chosen):
     """Raises UserError if a span that counts holds the text of a message that does not count. This
-    happens if the template writes that message into an answer. chosen: the indices of the messages
-    that count."""
+    happens if the template writes that message into an answer. text: the rendered Chat. spans: the
+    parts of `text` that count, [(start, end)]. chosen: the indices of the messages that count."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
     # finding their places is slow: only if a span has their words
     words = [chat.messages[i].get('content') for i in others]
@@ -497,10 +500,10 @@ def find_lost(tokenizer, chat, ids, counted):
 
 class Part(NamedTuple):
     """A part of a message that a template may leave out."""
-    number: int  # of the message
+    number: int  # the index of the message
     kind: str  # its name in a warning
-    key: str  # of the message
-    value: str  # with MARK in place of the part
+    key: str  # the message's key whose value has the part
+    value: str  # this value, with MARK in place of the part
 
 
 def parts_of(message):
@@ -520,7 +523,7 @@ def parts_of(message):
 
 
 def left_out_parts(tokenizer, chat, parts):
-    """Returns the Parts of a Chat that its template leaves out.
+    """Returns those of `parts`, a list of Parts of a Chat, that the template leaves out.
 
     The Chat is rendered once with a different mark in each part. For each mark that is missing, the
     Chat is rendered again with that mark alone, because other marks may mislead a template."""
@@ -556,10 +559,11 @@ def mark_answer(message):
 def find_end(answer, text, specials, stop_tokens):
     """Returns (start; end) of the part of `text` that counts in training for an Answer.
 
-    text: the text of all messages. specials: the Specials of `text`. An answer ends with the first
-    special token after the words of the answer. If a stop token directly follows this special
-    token, the answer ends with the stop token (Command R's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
-    The special tokens around tool calls do not end an answer, unless they are stop tokens."""
+    text: the text of all messages. specials: the Specials of `text`. stop_tokens: the ids that stop
+    sampling. An answer ends with the first special token after the words of the answer. If a stop
+    token directly follows this special token, the answer ends with the stop token (Command R's
+    <|END_RESPONSE|><|END_OF_TURN_TOKEN|>). The special tokens around tool calls do not end an
+    answer, unless they are stop tokens."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
@@ -613,8 +617,9 @@ def find_next_end(tokenizer, chat, behind):
 
 
 def final_answer(text):
-    """Returns the part of an answer that belongs to the conversation. gpt-oss first writes
-    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with this part. (The
+    """Returns the part of a model's answer that belongs to the conversation: all of it, or for
+    gpt-oss the text of its final channel ('' before that channel begins). gpt-oss first writes
+    <|channel|>analysis<|message|>...<|end|>, and its template refuses messages with this text. (The
     other models' templates drop <think>...</think>.)"""
     if '<|channel|>' not in text:
         return text

@@ -54,7 +54,8 @@ def require(hf, **supported):
 # GPTConfig, {name: value}.
 
 def gpt2_config(hf):
-    """Returns the fields of GPTConfig for a GPT-2 model."""
+    """Returns the fields of GPTConfig, {name: value}, for a GPT-2 model. hf: the config of the
+    model, as transformers reads it."""
     require(hf, **GPT2_FIXED)
     if hf.n_inner is not None:
         require(hf, n_inner=4 * hf.n_embd)
@@ -69,7 +70,8 @@ def gpt2_config(hf):
 
 
 def llama_fields(hf, *, activation='silu', attention_bias=False):
-    """Returns the fields that all families except GPT-2 have in common, but not RoPE's fields.
+    """Returns the fields of GPTConfig, {name: value}, that all families except GPT-2 have in
+    common, but not RoPE's fields. hf: the config of the model, as transformers reads it.
     activation, attention_bias: the values that the config must have."""
     name = 'hidden_activation' if hasattr(hf, 'hidden_activation') else 'hidden_act'
     require(hf, **{name: activation}, attention_bias=attention_bias, mlp_bias=False)
@@ -92,7 +94,8 @@ def llama_fields(hf, *, activation='silu', attention_bias=False):
 
 
 def head_width(hf):
-    """Returns the number of channels of a head. Raises UserError if head_dim is null."""
+    """Returns the number of channels of a head by `hf`, a config of transformers. Raises UserError
+    if head_dim is null."""
     width = getattr(hf, 'head_dim', hf.hidden_size // hf.num_attention_heads)
     if width is None:
         raise UserError('head_dim=null is not supported for this family')
@@ -100,25 +103,29 @@ def head_width(hf):
 
 
 def llama_config(hf):
-    """Returns the fields of GPTConfig for a Llama model."""
+    """Returns the fields of GPTConfig, {name: value}, for a Llama model. hf: the config of the
+    model, as transformers reads it."""
     return llama_fields(hf) | rope_fields(hf)
 
 
 def mistral_config(hf):
-    """Returns the fields of GPTConfig for a Mistral model."""
+    """Returns the fields of GPTConfig, {name: value}, for a Mistral model. hf: the config of the
+    model, as transformers reads it."""
     return llama_config(hf) | window_of_all_layers(hf)
 
 
 def window_of_all_layers(hf):
-    """Returns the fields window and layer_types if all layers have the same window; {} if no layer
-    has a window."""
+    """Returns the fields window and layer_types of GPTConfig for a model in which all layers have
+    the same window. Returns {} if no layer has a window. hf: the config of the model, as
+    transformers reads it."""
     if hf.sliding_window is None:
         return {}
     return {'window': hf.sliding_window, 'layer_types': ('window',)}
 
 
 def phi3_config(hf):
-    """Returns the fields of GPTConfig for a Phi 3 model, which may rotate a part of each head."""
+    """Returns the fields of GPTConfig, {name: value}, for a Phi 3 model, which may rotate a part of
+    each head. hf: the config of the model, as transformers reads it."""
     part = hf.rope_parameters['partial_rotary_factor']
     width = int(head_width(hf) * part)
     if width < 2 or width % 2 or part > 1:
@@ -129,18 +136,21 @@ def phi3_config(hf):
 
 
 def qwen2_config(hf):
-    """Returns the fields of GPTConfig for a Qwen 2 model."""
+    """Returns the fields of GPTConfig, {name: value}, for a Qwen 2 model. hf: the config of the
+    model, as transformers reads it."""
     return llama_config(hf) | window_fields(hf) | {'qkv_bias': True}
 
 
 def qwen3_config(hf):
-    """Returns the fields of GPTConfig for a Qwen 3 model."""
+    """Returns the fields of GPTConfig, {name: value}, for a Qwen 3 model. hf: the config of the
+    model, as transformers reads it."""
     return llama_config(hf) | window_fields(hf) | {'qk_norm': 'learned'}
 
 
 def window_fields(hf):
-    """Returns the fields window and layer_types; {} if `hf` has no sliding_window. Raises UserError
-    if a layer has a window but the window's size is missing."""
+    """Returns the fields window and layer_types of GPTConfig, or {} if `hf`, the config of
+    transformers, has no sliding_window. Raises UserError if a layer has a window but the window's
+    size is missing."""
     types = tuple(LAYER_TYPES[layer_type] for layer_type in hf.layer_types)
     if hf.sliding_window is not None:
         return {'window': hf.sliding_window, 'layer_types': types}
@@ -150,17 +160,17 @@ def window_fields(hf):
 
 
 def smollm3_config(hf):
-    """Returns the fields of GPTConfig for a SmolLM3 model, a Llama with some layers without
-    RoPE."""
+    """Returns the fields of GPTConfig, {name: value}, for a SmolLM3 model, a Llama with some layers
+    without RoPE. hf: the config of the model, as transformers reads it."""
     require(hf, use_sliding_window=False, layer_types=['full_attention'] * hf.num_hidden_layers)
     types = tuple('full' if has_rope else 'nope' for has_rope in layers_with_rope(hf))
     return llama_config(hf) | {'layer_types': types}
 
 
 def layers_with_rope(hf):
-    """Returns for each layer whether it has RoPE: the list no_rope_layers of config.json. Despite
-    this name, 1 means that a layer has RoPE. Raises UserError if the list does not have
-    num_hidden_layers elements."""
+    """Returns a list that says for each layer whether it has RoPE: no_rope_layers of config.json.
+    Despite this name, 1 means that a layer has RoPE. hf: the config of the model, as transformers
+    reads it. Raises UserError if the list does not have num_hidden_layers elements."""
     if len(hf.no_rope_layers) != hf.num_hidden_layers:
         raise UserError(f'no_rope_layers lists {len(hf.no_rope_layers)} of the '
                         f'{hf.num_hidden_layers} layers')
@@ -168,18 +178,21 @@ def layers_with_rope(hf):
 
 
 def olmo2_config(hf):
-    """Returns the fields of GPTConfig for an OLMo 2 model."""
+    """Returns the fields of GPTConfig, {name: value}, for an OLMo 2 model. hf: the config of the
+    model, as transformers reads it."""
     return llama_config(hf) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
 
 
 def olmo3_config(hf):
-    """Returns the fields of GPTConfig for an OLMo 3 model."""
+    """Returns the fields of GPTConfig, {name: value}, for an OLMo 3 model. hf: the config of the
+    model, as transformers reads it."""
     return (llama_fields(hf) | ropes_by_layer_type(hf) | window_fields(hf)
             | {'block_norms': 'post', 'qk_norm': 'all_heads'})
 
 
 def gemma_fields(hf):
-    """Returns the fields that Gemma 2 and 3 have in common, but not RoPE's fields."""
+    """Returns the fields of GPTConfig, {name: value}, that Gemma 2 and 3 have in common, but not
+    RoPE's fields. hf: the config of the model, as transformers reads it."""
     if hf.use_bidirectional_attention:
         require(hf, use_bidirectional_attention=False)
     return llama_fields(hf, activation='gelu_pytorch_tanh') | window_fields(hf) | dict(
@@ -192,7 +205,8 @@ def gemma_fields(hf):
 
 
 def gemma2_config(hf):
-    """Returns the fields of GPTConfig for a Gemma 2 model. A cap of null means no cap."""
+    """Returns the fields of GPTConfig, {name: value}, for a Gemma 2 model. A cap of null means no
+    cap. hf: the config of the model, as transformers reads it."""
     return gemma_fields(hf) | rope_fields(hf) | dict(
         attention_cap=hf.attn_logit_softcapping or 0.0,
         logit_cap=hf.final_logit_softcapping or 0.0,
@@ -200,13 +214,15 @@ def gemma2_config(hf):
 
 
 def gemma3_config(hf):
-    """Returns the fields of GPTConfig for a Gemma 3 model."""
+    """Returns the fields of GPTConfig, {name: value}, for a Gemma 3 model. hf: the config of the
+    model, as transformers reads it."""
     require(hf, final_logit_softcapping=None, attn_logit_softcapping=None)
     return gemma_fields(hf) | ropes_by_layer_type(hf) | {'qk_norm': 'learned'}
 
 
 def qwen3_moe_config(hf):
-    """Returns the fields of GPTConfig for a Qwen 3 model with experts."""
+    """Returns the fields of GPTConfig, {name: value}, for a Qwen 3 model with experts. hf: the
+    config of the model, as transformers reads it."""
     require(hf, use_sliding_window=False)
     are_moe = [i not in hf.mlp_only_layers and (i + 1) % hf.decoder_sparse_step == 0
                for i in range(hf.num_hidden_layers)]
@@ -221,7 +237,8 @@ def qwen3_moe_config(hf):
 
 
 def gpt_oss_config(hf):
-    """Returns the fields of GPTConfig for a gpt-oss model."""
+    """Returns the fields of GPTConfig, {name: value}, for a gpt-oss model. hf: the config of the
+    model, as transformers reads it."""
     require(hf, swiglu_alpha=1.702)
     moe = dict(
         n_expert=hf.num_local_experts,
@@ -234,7 +251,8 @@ def gpt_oss_config(hf):
 
 
 def deepseek_config(hf):
-    """Returns the fields of GPTConfig for a DeepSeek V3 or Kimi K2 model."""
+    """Returns the fields of GPTConfig, {name: value}, for a DeepSeek V3 or Kimi K2 model. hf: the
+    config of the model, as transformers reads it."""
     require(
         hf,
         scoring_func='sigmoid',
@@ -271,7 +289,8 @@ def deepseek_config(hf):
 
 
 def llama4_config(hf):
-    """Returns the fields of GPTConfig for a Llama 4 model."""
+    """Returns the fields of GPTConfig, {name: value}, for a Llama 4 model. hf: the config of the
+    model, as transformers reads it."""
     types = []
     for layer_type, has_rope in zip(hf.layer_types, layers_with_rope(hf)):
         is_chunked = layer_type == 'chunked_attention'
@@ -328,8 +347,9 @@ def rope_fields(hf, rope=None, width=None):
     """Returns the fields rope_theta and rope_scaling of GPTConfig, and block_size if RoPE limits it
     (LongRoPE).
 
-    rope: RoPE's parameters, by default hf.rope_parameters. width: the number of rotated channels,
-    for a family that may rotate only a part of a head; None for other families."""
+    hf: the config of the model, as transformers reads it. rope: RoPE's parameters, by default
+    hf.rope_parameters. width: the number of rotated channels, for a family that may rotate only a
+    part of a head; None for other families."""
     rope = hf.rope_parameters if rope is None else rope
     theta = rope['rope_theta']
     if type(theta) not in (int, float) or not 0 < theta < 1e300:
@@ -361,21 +381,22 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}: linear scaling divides positions by the factor, and needs no other values.
+    """Returns {}, the further values of RopeScaling for linear scaling, which only divides
+    positions by the factor.
 
-    linear, llama3, yarn and longrope take the same arguments. rope: RoPE's parameters. factor,
-    length: RopeScaling's factor and original_length."""
+    linear, llama3, yarn and longrope take the same arguments. rope: RoPE's parameters, see
+    rope_fields. factor, length: RopeScaling's factor and original_length."""
     return {}
 
 
 def llama3(rope, factor, length):
-    """Returns the values low and high of RopeScaling for Llama 3."""
+    """Returns the values low and high of RopeScaling for Llama 3. For the arguments see linear."""
     return {'low': float(rope['low_freq_factor']), 'high': float(rope['high_freq_factor'])}
 
 
 def yarn(rope, factor, length):
     """Returns the values low, high, truncate and amplitude of RopeScaling for YaRN
-    (arXiv:2309.00071)."""
+    (arXiv:2309.00071). For the arguments see linear."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = yarn_mscale(factor)
@@ -391,7 +412,8 @@ def yarn(rope, factor, length):
 
 
 def yarn_mscale(factor, mscale=1.0):
-    """Returns YaRN's factor on queries and keys for a context that is extended `factor` times."""
+    """Returns the number by which YaRN multiplies queries and keys if a context is extended
+    `factor` times: 0.1 * mscale * ln(factor) + 1, or 1.0 without an extension."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
@@ -399,7 +421,7 @@ def longrope(rope, factor, length):
     """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE, for texts up to
     the context length of pretraining. A model's block_size is limited to this length, because in
     longer texts transformers rotates all positions by other factors, also the positions that a KV
-    cache holds already."""
+    cache holds already. For the arguments see linear."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
@@ -410,8 +432,9 @@ SCALINGS = {'linear': linear, 'llama3': llama3, 'yarn': yarn, 'longrope': longro
 
 
 def ropes_by_layer_type(hf):
-    """Returns the fields of a model with one RoPE for layers with a window, and another RoPE for
-    all other layers."""
+    """Returns RoPE's fields of GPTConfig for a model with two RoPEs: window_rope_theta is that of
+    layers with a window; the fields of rope_fields are those of all other layers. hf: the config of
+    the model, as transformers reads it."""
     full, sliding = (hf.rope_parameters[f'{kind}_attention'] for kind in ('full', 'sliding'))
     if sliding['rope_type'] != 'default':
         raise UserError('only the rope_type "default" of sliding_attention is supported')
@@ -425,8 +448,8 @@ def ropes_by_layer_type(hf):
 # reading
 
 def read_config(values, source):
-    """Returns (GPTConfig; family) for the content of a config.json, as transformers reads it.
-    family: the model_type.
+    """Converts the content of a config.json, as transformers reads it. Returns (GPTConfig; family,
+    which is the model_type).
 
     values: the content, {key: value}, as jax_hub.folders.read_config_json returns it. source: the
     path of the config.json, for messages. Raises UserError if a value is missing, has a wrong type,
@@ -452,8 +475,8 @@ def read_config(values, source):
 
 
 def config_of_transformers(values, family):
-    """Returns the config of the language model in a config.json, an object of transformers'
-    class."""
+    """Returns the config of the language model in a config.json, an object of transformers' class.
+    values: the content of the config.json. family: the model_type."""
     if 'text_config' in values:
         if family not in COMPOSITE:
             raise UserError(f'text_config is not supported for {family}')

@@ -146,8 +146,8 @@ def find_config_json(path):
 
 
 def kept_config_json(out_dir):
-    """Returns where a run in out_dir keeps the config.json of the Hugging Face model that it trains
-    further. The file need not exist."""
+    """Returns the path at which a run in out_dir keeps the config.json of the Hugging Face model
+    that it trains further. The file need not exist."""
     return path_inside(out_dir, os.path.join('tokenizer', 'config.json'))
 
 
@@ -212,7 +212,8 @@ def local_path(path_or_name, files=HUB_FILES):
 
 
 def name_on_hub(name):
-    """Returns the full name of a model on the hub."""
+    """Returns the full name of a model on the hub: 'openai-community/gpt2' for 'gpt2'; a name that
+    is not in PUBLISHED unchanged."""
     return f'openai-community/{name}' if name in PUBLISHED else name
 
 

@@ -140,9 +140,9 @@ def tensor_type(name, shape, dtype, types):
 
 
 def check_range(name, x, kind):
-    """Raises UserError if a tensor has weights that are infinite in the GGUF type `kind`. In
-    q8_0 the scale can overflow: 32 weights share one in float16, the largest of them divided by
-    127."""
+    """Raises UserError if the tensor x has weights that are infinite in the GGUF type `kind`, such
+    as 'F16'. In 'Q8_0' the scale can overflow: 32 weights share a scale in float16, which is the
+    largest of them divided by 127. name: the tensor's name, for the message."""
     limits = {'F16': 65504, 'Q8_0': 127 * 65504}
     if kind in limits and np.abs(x).max(initial=0) > limits[kind]:
         raise UserError(f'{name} has weights above {limits[kind]:,}, which are infinite in {kind}; '
@@ -218,8 +218,9 @@ def read_tokens(description, tokenizer, types):
 
 
 def add_ends(writer, tokenizer):
-    """Adds the tokens that begin and end a text to a GGUFWriter. Returns the ids that begin each
-    text. Raises UserError if llama.cpp has no place for these tokens."""
+    """Adds the ids of the tokens that begin and end a text to a GGUFWriter. Returns the ids that
+    the tokenizer puts before each text: [] or one id. Raises UserError if llama.cpp does not
+    support these tokens."""
     ends = [] if tokenizer.end_token is None else [tokenizer.end_token]
     ends += [id for id in tokenizer.stop_tokens if id not in ends]
     if not 1 <= len(ends) <= 3:
@@ -239,10 +240,10 @@ def add_ends(writer, tokenizer):
 
 
 def split_of(description):
-    """Returns llama.cpp's name for how a tokenizer.json splits text before BPE. Raises UserError if
-    llama.cpp has no name for it.
+    """Returns llama.cpp's name for how a tokenizer.json splits text before BPE, such as 'llama-bpe'
+    (a key of SPLITS). Raises UserError if llama.cpp has no name for it.
 
-    description: the object in the tokenizer.json."""
+    description: the content of the tokenizer.json, parsed."""
     # llama.cpp has none of these options of a BPE, and normalizes as NFC at most
     model = description['model']
     options = (

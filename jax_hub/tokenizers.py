@@ -55,7 +55,8 @@ class CharTokenizer:
         self.ids = {c: i for i, c in enumerate(chars)}
 
     def encode(self, text, begin=True):
-        """Returns the ids of a text. Raises UserError for unknown characters."""
+        """Returns the ids of a text. begin: has no effect here, see HFTokenizer.encode. Raises
+        UserError for unknown characters."""
         check_characters(text, self.ids)
         return [self.ids[c] for c in text]
 
@@ -63,8 +64,8 @@ class CharTokenizer:
         return ''.join(self.chars[i] for i in ids)
 
     def token_bytes(self):
-        """Returns the number of UTF-8 bytes of each token, 0 for special tokens; None if these
-        numbers are not known."""
+        """Returns the number of UTF-8 bytes of each token, a list in the order of the ids, 0 for
+        special tokens. Returns None if these numbers are not known."""
         return [len(c.encode()) for c in self.chars]
 
 
@@ -144,8 +145,9 @@ class HFTokenizer:
     def read_ends(self, configs, size):
         """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for two
         tokens, the one that begins a text and the one that ends a text: first by name, then by the
-        ids in `configs`. size: the number of rows of the model's embedding; start_token and
-        end_token are smaller than `size`."""
+        ids in `configs`. configs: the contents of generation_config.json and config.json. size: the
+        number of rows of the model's embedding; start_token and end_token are smaller than
+        `size`."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -199,7 +201,7 @@ class HFTokenizer:
         return self.tokenizer.decode([id for id in ids if id not in self.special_ids])
 
     def token_bytes(self):
-        """Returns the number of UTF-8 bytes of each token, see CharTokenizer."""
+        """Returns the number of UTF-8 bytes of each token, see CharTokenizer.token_bytes."""
         kinds = decoder_kinds(self.tokenizer)
         if not kinds & {'ByteLevel', 'ByteFallback', 'Metaspace', 'Fuse'}:
             return None
@@ -226,20 +228,23 @@ class HFTokenizer:
 
     def encode_chat(self, messages, *, tools=None, variables=None):
         """Returns one list of ids: the chat, then the template's generation prompt, which opens the
-        answer. All special tokens are the template's; none are added."""
+        answer. All special tokens are the template's; none are added. tools, variables: see
+        Chat."""
         text = self.render_chat(messages, add_generation_prompt=True, tools=tools,
                                 variables=variables)
         return self.encode(text, begin=False)
 
     def encode_training_chat(self, messages, *, counted=None, tools=None, variables=None):
-        """Returns a conversation as Encoded, see jax_hub.chats.encode_training_chat."""
+        """Returns a conversation as Encoded, see jax_hub.chats.encode_training_chat. tools,
+        variables: see Chat."""
         check_template(self)
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
-        """Returns warnings about a conversation, see jax_hub.chats.find_lost."""
+        """Returns warnings about a conversation, a list of texts, see jax_hub.chats.find_lost.
+        tools, variables: see Chat."""
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
@@ -318,8 +323,9 @@ def is_as_filed(folder, settings):
 
 
 def adds_none(settings, tokenizer):
-    """Returns whether a Tokenizer has all tokens that its `settings` (tokenizer_config.json) name.
-    Otherwise transformers adds the missing ones."""
+    """Returns whether transformers adds no tokens to a Tokenizer, because the Tokenizer has all
+    tokens that `settings` name. Returns False if `settings` list extra or additional special
+    tokens. settings: the content of tokenizer_config.json."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]
@@ -329,8 +335,9 @@ def adds_none(settings, tokenizer):
 
 def complete(tokenizer, hf):
     """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added
-    tokens, their flags, and the tokens around a text. If the class of transformers has another
-    normalizer, split, model or decoder than the file, the one in the file is kept."""
+    tokens, their flags, and the tokens around a text. hf: transformers' tokenizer of the same
+    folder. If the class of transformers has another normalizer, split, model or decoder than the
+    file, the one in the file is kept."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
@@ -352,7 +359,8 @@ MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
 def mend_mistral_split(tokenizer, folder, settings):
     """Replaces the wrong split of some Mistral tokenizers by the published split, as transformers'
     fix_mistral_regex does, and prints a line about it. "fix_mistral_regex": false in
-    tokenizer_config.json forbids the replacement.
+    tokenizer_config.json forbids the replacement. tokenizer: the Tokenizer, which is changed.
+    settings: the content of tokenizer_config.json.
 
     In Llama 3's tokenizer the same split is right, even if the model has Mistral's architecture."""
     config = read_config_json(folder)
@@ -382,7 +390,8 @@ def as_list(value):
 
 
 def read_sampling(generation):
-    """Returns the sampling defaults of generation_config.json, {'temperature': 0.6, ...}."""
+    """Returns the sampling defaults in `generation`, the content of generation_config.json, such as
+    {'temperature': 0.6}."""
     found = {name: generation[name] for name in CONTROLS
              if type(generation.get(name)) in (int, float)}
     if found.get('top_k', 0) < 0:  # many write -1 for off
@@ -391,7 +400,8 @@ def read_sampling(generation):
 
 
 def read_stop_texts(generation):
-    """Returns the texts that end an answer, "stop_strings" of generation_config.json."""
+    """Returns a tuple of the texts that end an answer, "stop_strings" in `generation`, the content
+    of generation_config.json."""
     found = generation.get('stop_strings') or ()
     return tuple(text for text in ([found] if isinstance(found, str) else found)
                  if isinstance(text, str))
@@ -436,9 +446,10 @@ def load_tokenizer(description):
 
 
 def load_token_bytes(description, vocab_size):
-    """Returns the token_bytes of a tokenizer as an int array [vocab_size], 0 for ids without a
-    token. Returns None if the bytes are not known or the tokenizer cannot be loaded. description:
-    see load_tokenizer."""
+    """Returns the number of UTF-8 bytes of each token of a tokenizer, an int array with 0 for
+    special tokens and for ids without a token. Its length is vocab_size, or the number of tokens if
+    that is larger. Returns None if the bytes are not known or the tokenizer cannot be loaded.
+    description: see load_tokenizer."""
     try:
         n_bytes = load_tokenizer(description).token_bytes()
     except UserError:
@@ -449,9 +460,10 @@ def load_token_bytes(description, vocab_size):
 
 
 def describe_tokenizer(model_path, vocab_size):
-    """Returns the description of the tokenizer of a pretrained model. This is the tokenizer in the
-    model's folder; or GPT-2's, if the folder has none and the vocabulary has GPT-2's size. Returns
-    None if the tokenizer is unknown."""
+    """Returns the description (see load_tokenizer) of the tokenizer of a pretrained model. This is
+    the tokenizer in the model's folder; or GPT-2's, if the folder has none and the vocabulary has
+    GPT-2's size. Returns None if the tokenizer is unknown. model_path: the model's folder, or a
+    file in it."""
     folder = model_path if os.path.isdir(model_path) else os.path.dirname(model_path)
     if any(os.path.exists(os.path.join(folder, name)) for name in VOCABULARIES):
         return {'kind': 'folder', 'path': os.path.abspath(folder)}
@@ -459,10 +471,10 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Returns the description of a tokenizer with a path that can be opened. A path in
-    `description` is relative to `folder`. In the result, the path is joined to `folder`, and
-    "is_copy" is added (see HFTokenizer), which is true if the path was 'tokenizer', as in a run or
-    a data set."""
+    """Joins the path in the description of a tokenizer to `folder`, to which the path is relative.
+    Returns the new description, which also has "is_copy" (see HFTokenizer). "is_copy" is true if
+    the path was 'tokenizer', as in a run or a data set. Returns a description without a path
+    unchanged."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))
@@ -550,7 +562,8 @@ def check_tokens(data, dataset, model, model_name, vocab_size):
 
 def remedy_for_tokens(description, name):
     """Returns the part of an error message that says how to make a data set with the tokens of a
-    tokenizer. name: the model or the folder that has the tokenizer."""
+    tokenizer. description: see load_tokenizer. name: the model or the folder that has the
+    tokenizer."""
     if description['kind'] == 'char':
         return 'the model knows characters: take a data set with the same ones'
     if description['kind'] == 'gpt2':
@@ -593,8 +606,8 @@ def write_gpt2_tokenizer(folder):
 
 
 def write_tokenizer(description, folder):
-    """Writes a tokenizer of any kind to `folder`, which then has a tokenizer of the kind
-    'folder'."""
+    """Writes the files of a tokenizer to `folder`, such as tokenizer.json, also for a tokenizer
+    that has no files. description: see load_tokenizer."""
     match description:
         case {'kind': 'char', 'chars': chars}:
             write_char_tokenizer(chars, folder)
@@ -618,9 +631,9 @@ def write_template(folder, template):
 
 
 def copy_tokenizer(description, folder):
-    """Writes the files of a tokenizer of the kind 'folder' to `folder`. tokenizer.json gets all
-    tokens, also the tokens that other files and classes add. generation_config.json gets all end
-    tokens."""
+    """Writes the files of a tokenizer of the kind 'folder' to `folder`. description: see
+    load_tokenizer. tokenizer.json gets all tokens, also the tokens that other files and classes
+    add. generation_config.json gets all end tokens."""
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):
         return

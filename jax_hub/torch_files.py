@@ -60,8 +60,8 @@ class Storage(NamedTuple):
 
 def rebuild_tensor(storage, offset, size, stride, *unused):
     """Takes the place of torch._utils._rebuild_tensor_v2: returns an array that views `storage`, a
-    Storage. offset, stride: counted in elements. Raises UserError for a tensor that reaches beyond
-    its storage."""
+    Storage. size: the array's shape. offset, stride: counted in elements. Raises UserError for a
+    tensor that reaches beyond its storage."""
     width = storage.dtype.itemsize
     n_elements = len(storage.data) // width
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

@@ -51,7 +51,8 @@ def check_tensors(tensors, shapes, source):
 
 
 def first_names(names):
-    """Returns the first eight names of a set, sorted, and how many more there are."""
+    """Returns a text with the first eight names of a set, sorted, and how many more there are, such
+    as 'a, b, c, d, e, f, g, h and 3 more'."""
     listed = ', '.join(sorted(names)[:8])
     if len(names) > 8:
         listed += f' and {len(names) - 8} more'
@@ -60,7 +61,7 @@ def first_names(names):
 
 def refuse_mlx(tensors, source):
     """Raises UserError for weights that MLX has quantized: several numbers in 32 bits, with scales
-    and biases."""
+    and biases. tensors: {name: array}. source: the name of their file, for the message."""
     for name, x in tensors.items():
         scales = f'{name.removesuffix("weight")}scales'
         if name.endswith('.weight') and scales in tensors and x.dtype.name == 'uint32':
@@ -127,7 +128,7 @@ def read_nanogpt(path):
 # reading
 
 def read_tensors(file):
-    """Returns {name: array} of one of WEIGHT_FILES, given its path."""
+    """Returns {name: array} of a model. file: the path of its weights, one of WEIGHT_FILES."""
     if file.endswith('.json'):
         return read_shards(file)
     return read_weight_file(file)
@@ -183,7 +184,8 @@ def read_safetensors(path):
 
 
 def read_shards(index_file):
-    """Returns {name: array} of all files that an index names, given the path of the index."""
+    """Returns {name: array} of all shards that an index names. index_file: the path of the index, a
+    file such as model.safetensors.index.json."""
     # Which file holds which tensor.
     index = read_json(index_file)
     require_keys(['weight_map'], index, index_file, 'an index of shards')
@@ -207,7 +209,8 @@ def write_shards(folder, shapes, make_tensor, dtype, shard_bytes):
     """Writes the tensors make_tensor(name) as model.safetensors, or as several files of at most
     shard_bytes with an index. A tensor that is larger than shard_bytes has a file of its own.
 
-    shapes: {name: shape}. dtype: the name of the tensors' type."""
+    shapes: {name: shape}. make_tensor: returns the numpy array of a name, of the type `dtype`.
+    dtype: the name of this type."""
     from huggingface_hub import split_state_dict_into_shards_factory
     itemsize = jnp.dtype(dtype).itemsize
     shards = split_state_dict_into_shards_factory(
@@ -226,7 +229,8 @@ def write_safetensors(path, shapes, make_tensor, dtype):
     """Writes a safetensors file of the tensors make_tensor(name). Each tensor is made when it is
     written, so that memory holds one tensor at a time.
 
-    shapes: {name: shape}. dtype: the name of the tensors' type."""
+    shapes: {name: shape}. make_tensor: returns the numpy array of a name, of the type `dtype`.
+    dtype: the name of this type."""
     # The header says where each tensor begins and ends.
     code = next(code for code, name in SAFETENSORS_DTYPES.items() if name == dtype)
     itemsize = jnp.dtype(dtype).itemsize
@@ -300,8 +304,8 @@ class ScaledBlocks(NamedTuple):
 
 
 def read_block(config, source):
-    """Returns [rows, columns] of a block of numbers that share a scale, [128, 128] if the config
-    does not say.
+    """Returns the size of the blocks of float8 numbers that share a scale, [rows, columns], by
+    default [128, 128].
 
     config: the content of a config.json. source: the path of the config.json. Raises UserError if
     the config has something else than two whole numbers above 0."""

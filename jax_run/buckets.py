@@ -54,8 +54,8 @@ def open_clients():
 @contextlib.contextmanager
 def explained(url):
     """Turns an exception of the with block into a UserError of one line. A temporary exception
-    (is_temporary) becomes a TryAgain. A UserError passes unchanged. url: where the block sends its
-    requests."""
+    (is_temporary) becomes a TryAgain. A UserError passes unchanged. url: the address that the
+    message names."""
     try:
         yield
     except UserError:
@@ -85,8 +85,9 @@ class Folder:
             self.bucket = client.bucket(bucket)  # for the lease
 
     def list(self):
-        """Returns {name: {'size', 'crc32c', 'generation', ...}} of the objects in the folder.
-        Leaves out names with '..', which lead out of a folder, and names that end in '/'."""
+        """Returns {name: details} of the objects in the folder. details: a dict with 'size' in
+        bytes, 'crc32c', 'generation' (version number) and more. Leaves out names with '..', which
+        lead out of a folder, and names that end in '/'."""
         with explained(self.url):
             objects = self.files.find(self.path, detail=True)
         found = {}
@@ -146,9 +147,9 @@ class Lease:
         self.ended = threading.Event()  # it was given back, or another run has taken it
 
     def wait_until_free(self):
-        """Waits until the lease of another run has expired. Returns the generation that the next
-        holder replaces, 0 if there is no lease. Raises UserError if the other run renews its lease
-        meanwhile, because that run is alive."""
+        """Waits until the lease of another run has expired. Returns the generation (version number)
+        of the object `lock`, which the next holder overwrites, or 0 if there is no such object.
+        Raises UserError if the other run renews its lease meanwhile, because that run is alive."""
         first = None
         while True:
             text, found = self.read()
@@ -236,8 +237,8 @@ class Lease:
 
 @functools.cache
 def bucket_run(url):
-    """Returns the BucketRun of a URL. Within a process, every call with this URL returns the same
-    object."""
+    """Returns the BucketRun of a URL. The first call makes the BucketRun and copies the small files
+    of the run to this machine. Later calls with the same URL return the same object."""
     run = BucketRun(url)
     run.refresh()
     return run
@@ -379,8 +380,9 @@ class BucketRun:
 
 
 def split_checkpoint(name):
-    """Splits the name of an object. Returns (step; name) for ckpt/<step>/<name>, and ('', the whole
-    name) for any other name."""
+    """Splits the name of an object into (checkpoint; name in the checkpoint). For example,
+    'ckpt/100/meta/metadata' gives ('100', 'meta/metadata'). A name outside of ckpt/, such as
+    'config.json', gives ('', 'config.json')."""
     top, _, rest = name.partition('/')
     step, _, in_step = rest.partition('/')
     return (step, in_step) if top == 'ckpt' else ('', name)

@@ -115,8 +115,8 @@ class DiskRun:
         return file
 
     def is_locked_by(self, holder):
-        """Returns whether this process finds a lock with the text `holder`, which process 0 has
-        written into the lock."""
+        """Returns whether this process sees the lock that process 0 has taken: a file `lock` with
+        the text `holder`."""
         found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
         return 'lock' in found and (self.files / 'lock').read_text() == holder
 
@@ -334,9 +334,10 @@ def list_steps(folder):
 
 
 def read_val_loss(step, since=0):
-    """Returns the validation loss of the checkpoint in the folder `step`. Returns -infinity if the
-    metrics are damaged. Returns infinity if there are no metrics, or if the metrics are intact but
-    the checkpoint is of iteration `since` or earlier."""
+    """Returns the validation loss of the checkpoint in the folder `step`, by which the best
+    checkpoint is chosen. Returns -infinity if the metrics are damaged. Returns infinity, which
+    sorts last, in two cases: there are no metrics; or the checkpoint is of iteration `since` or
+    earlier, and its loss was measured on other data."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -369,9 +370,10 @@ def read_data_since(step):
 
 
 def describe_checkpoint(out_dir, step, meta):
-    """Returns {'iteration': step, 'digests': {name: digest}}. A result that is computed with a
-    checkpoint can name the checkpoint by this description. One digest is of the manifest; for each
-    item, one digest is of the item's checksums. meta: the metadata of the checkpoint."""
+    """Returns {'iteration': step, 'digests': {name: digest}}, by which a result can name the
+    checkpoint that it was computed with. The names are 'manifest' and the folders of the
+    checkpoint, such as 'params' (see ITEMS). The digest of a folder is that of its checksums. meta:
+    the metadata of the checkpoint."""
     path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
     try:
         sums = read_json(path, optional=True)
@@ -395,10 +397,11 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     """Saves the state after iter_num iterations. Returns once the values are copied; they are
     written in the background.
 
-    meta: JSON metadata, see OutDir.save. val_loss: the validation loss, which makes the checkpoint
-    a candidate for the best; None if there was no evaluation. Raises UserError if this checkpoint
-    or the one before it cannot be written (a full disk), or if the folder holds later checkpoints.
-    Raises TryAgain instead if a save may soon succeed."""
+    manager: what open_checkpoints returns. meta: JSON metadata, see OutDir.save. val_loss: the
+    validation loss, which makes the checkpoint a candidate for the best; None if there was no
+    evaluation. Raises UserError if this checkpoint or the one before it cannot be written (a full
+    disk), or if the folder holds later checkpoints. Raises TryAgain instead if a save may soon
+    succeed."""
     import orbax.checkpoint as ocp
     if jax.process_count() > 1:
         state = jax.tree.map(as_replicated_global_array, state)
@@ -434,7 +437,7 @@ def as_replicated_global_array(x):
 
 def cannot_write(what, manager, error):
     """Returns the message which says that `what`, a text such as 'checkpoint 100', cannot be
-    written."""
+    written. manager: what open_checkpoints returns. error: the exception of the write."""
     folder = manager.directory
     reason = str(error)[:200]
     try:
@@ -453,7 +456,8 @@ def run_of(manager):
 
 def add_val_loss(manager, step, val_loss):
     """Adds val_loss to checkpoint `step` if it was saved without an evaluation, as after a signal.
-    The checkpoint can then be chosen as the best. All processes call this."""
+    The checkpoint can then be chosen as the best. All processes call this. manager: what
+    open_checkpoints returns."""
     run = run_of(manager)
     path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():
@@ -488,10 +492,12 @@ def opt_state_item(state):
 
 
 def choose_checkpoint(out_dir, which='latest', items=ITEMS):
-    """Chooses the 'latest' or the 'best' checkpoint in out_dir. Returns (iteration; metadata). If
-    one of the checkpoint's folders in `items` is damaged, says so on stderr and chooses the newest
-    intact checkpoint instead. If no checkpoint is intact, chooses one that has lost only its
-    checksums. Raises UserError if there is no such checkpoint either."""
+    """Chooses a checkpoint in out_dir. Returns (iteration; metadata). which: 'latest' or 'best'.
+    items: the folders of the checkpoint that must be intact, some of ITEMS.
+
+    If one of these folders is damaged, says so on stderr and chooses the newest intact checkpoint
+    instead. If no checkpoint is intact, chooses one that has lost only its checksums. Raises
+    UserError if there is no such checkpoint either."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
@@ -538,9 +544,10 @@ def has_checksums(run, path):
 
 
 def open_checkpoint(run, step, items=ITEMS, is_checked=True):
-    """Returns the metadata of checkpoint `step`, an iteration. Raises UserError if one of the
-    checkpoint's `items` is damaged, or if this program has not written the checkpoint. run: a
-    DiskRun or BucketRun. is_checked: whether checksums are compared."""
+    """Returns the metadata of checkpoint `step`, an iteration. run: a DiskRun or BucketRun. items:
+    the folders of the checkpoint that must be intact, some of ITEMS. is_checked: whether their
+    checksums are compared. Raises UserError if one of them is damaged, or if this program has not
+    written the checkpoint."""
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
     # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.
@@ -557,10 +564,11 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
 
 
 def read_meta(step, is_checked=True):
-    """Returns the metadata of the checkpoint in the folder `step`, with the tokenizer's path
-    relative to the current folder. Raises an exception in three cases: this program has not written
-    the checkpoint; this version does not know the checkpoint's model or format; or is_checked is
-    true and the checkpoint lacks the checksums that its metadata promises."""
+    """Returns the metadata of the checkpoint in the folder `step`. The path of its tokenizer, which
+    is stored relative to out_dir, is joined to out_dir. Raises an exception in three cases: this
+    program has not written the checkpoint; this version does not know the checkpoint's model or
+    format; or is_checked is true and the checkpoint lacks the checksums that its metadata
+    promises."""
     meta = read_json(step / 'meta' / 'metadata')
     if meta.get('format', FORMAT) > FORMAT:  # earlier versions wrote none
         raise ValueError(f"it has format {meta['format']}, of a later version; this one reads "

@@ -37,8 +37,8 @@ def open_tokens(path, dtype, row_length=None):
 
 
 def read_at_random(array):
-    """Tells the system that an array of open_tokens is read at random places. Otherwise the system
-    reads ahead, up to thousands of times as many bytes as are needed."""
+    """Tells the system that an array of open_tokens is read at random places. Without this call,
+    the system reads ahead, up to thousands of times as many bytes as are needed."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_RANDOM'):
         file.madvise(mmap.MADV_RANDOM)
@@ -117,10 +117,13 @@ def check_meta(meta):
 
 
 def load_dataset_meta(data_dir):
-    """Reads the meta.json of a data set. Returns {'vocab_size', 'dtype', 'tokenizer', 'max_id',
-    'train_tokens', 'val_tokens', 'kind', 'row_length', 'digests', 'bytes', 'token_bytes'}.
-    meta.json must have the first three keys. Each other key that it lacks has the value None. Data
-    of the kinds 'chats' and 'pairs' have masks.
+    """Reads the meta.json of a data set. Returns a dict with the keys:
+    - 'vocab_size'; 'dtype', 'uint16' or 'uint32'; 'tokenizer', its description (load_tokenizer);
+    - 'max_id', the largest token id; 'train_tokens' and 'val_tokens', the numbers of tokens;
+    - 'kind', 'chats' or 'pairs', which have masks; 'row_length', the tokens of a prepared row;
+    - 'digests', {file: SHA-256};
+    - 'bytes' and 'token_bytes', {split: number of bytes} of the text and of its tokens.
+    meta.json must have the keys of the first line. Each other key that it lacks has the value None.
 
     A folder with train.bin but no meta.json counts as nanoGPT's: uint16 tokens of GPT-2's BPE.
     Raises UserError for a missing data set, a damaged meta.json, or a meta.pkl without
@@ -151,8 +154,8 @@ def load_dataset_meta(data_dir):
 def byte_scale(meta, split):
     """Returns the number of bytes of a split's text, divided by the number of bytes of the split's
     tokens (see load_token_bytes). The quotient is below 1 if the tokenizer puts a space before each
-    text. meta: what load_dataset_meta returns. If `meta` lacks these numbers, as in older data
-    sets, returns 1."""
+    text. meta: what load_dataset_meta returns. split: 'train' or 'val'. If `meta` lacks these
+    numbers, as in older data sets, returns 1."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]
@@ -255,11 +258,11 @@ def load_digests(data_dir):
 
 
 def load_ends(path, n_tokens):
-    """Returns where each conversation in a split of pairs ends, int64 [n_conversations], counted in
-    tokens from the start of the split. n_tokens: the number of tokens of the split. Raises
-    UserError if the file is missing or has no ends, if the number of conversations is odd (they
-    come in pairs), if a conversation has fewer than two tokens, or if the last conversation does
-    not end at n_tokens."""
+    """Reads where each conversation in a split of pairs ends. Returns int64 [n_conversations],
+    counted in tokens from the start of the split. path: the split's file of ends, int64. n_tokens:
+    the number of tokens of the split. Raises UserError if the file is missing or has no ends, if
+    the number of conversations is odd (they come in pairs), if a conversation has fewer than two
+    tokens, or if the last conversation does not end at n_tokens."""
     ends = np.fromfile(path, np.int64) if path.exists() else np.zeros(0, np.int64)
     is_whole = len(ends) > 0 and len(ends) % 2 == 0 and ends[-1] == n_tokens
     if not is_whole or np.diff(ends, prepend=0).min() < 2:
@@ -308,9 +311,10 @@ def dataset_folder(name, root=None):
 
 
 def load_mixture_meta(dataset, root=None):
-    """Returns ({folder: fraction}; meta). The first is what parse_mixture returns, the second what
-    load_dataset_meta returns for the first data set. Raises UserError if another data set cannot be
-    mixed with the first data set."""
+    """Returns (shares; meta) of the flag --dataset. shares: {folder: fraction}, see parse_mixture.
+    meta: what load_dataset_meta returns for the first of these folders. dataset, root: see
+    parse_mixture. Raises UserError if data sets cannot be mixed, because their tokens differ or one
+    of them has pairs."""
     shares = parse_mixture(dataset, root)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]

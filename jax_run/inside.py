@@ -53,7 +53,8 @@ def look_inside(model, ids, part):
 @functools.partial(jax.jit, static_argnames=('config', 'part'))
 def compute_part(params, idx_1xT, *, config, part):
     """Computes what look_inside returns, but also for the positions of the padding. idx_1xT: int32
-    [1, T], the ids of one text, padded at the end."""
+    [1, T], the ids of one text, padded at the end. params: the model's parameters. part: see
+    look_inside."""
     model = GPT(config)
     if part == 'logits':
         return model.apply({'params': params}, idx_1xT)[0]

@@ -29,7 +29,8 @@ def load_frozen(lora, config, layout):
 def load_merged(lora, config, layout, updates):
     """Loads the base model of a LoRA run and adds LoRA's `updates` to the weights of that model. If
     the run has --quantize, the base model's matrices are rounded to int8 first, as in training.
-    Returns the parameters, float32. Raises UserError as load_base does."""
+    Returns the parameters, float32. lora: the LoRA entry of a checkpoint (see Model). Raises
+    UserError as load_base does."""
     updates = flatten_dict(updates)
 
     def change(path, array):
@@ -41,9 +42,9 @@ def load_merged(lora, config, layout, updates):
 
 
 def merge_updates(weights, lora, updates):
-    """Returns the same parameters as load_merged, but from weights that are loaded already.
-    weights: frozen parameters, as in TrainState.frozen. Weights and updates are in the memory of
-    the host."""
+    """Adds LoRA's `updates` to frozen weights that are loaded already. Returns the parameters,
+    float32, as load_merged does. weights: the frozen parameters, TrainState.frozen['weights'].
+    lora: the LoRA entry of a checkpoint. Weights and updates are in the memory of the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():
@@ -52,9 +53,10 @@ def merge_updates(weights, lora, updates):
 
 
 def merge(path, array, lora, updates):
-    """Returns `array`, a frozen parameter, in float32, plus its update if `updates` has one. path:
-    the path of the parameter in the tree, a tuple of names. updates: {path of a parameter, with 'a'
-    or 'b' at its end: array}."""
+    """Adds LoRA's update to one frozen parameter, if `updates` has an update of it. Returns the
+    parameter in float32. path: the path of the parameter in the tree, a tuple of names. array: the
+    frozen parameter. lora: the LoRA entry of a checkpoint. updates: {(*path, 'a'): array, (*path,
+    'b'): array} of all parameters that have an update."""
     array = as_kernel(array).to_float32(path[-1] != 'kernel')
     if (*path, 'a') in updates:
         a = np.asarray(updates[*path, 'a'])
@@ -65,7 +67,8 @@ def merge(path, array, lora, updates):
 
 def load_base(lora, config, layout, change):
     """Loads the weights of LoRA's base model. Returns (weights; checksum), as load_weights does.
-    change: see load_weights. Raises UserError if the base model has moved or changed."""
+    lora: the LoRA entry of a checkpoint (see Model). change: see load_weights. Raises UserError if
+    the base model has moved or changed."""
     check_place(lora)
     params, crc = load_start_weights(lora['base'], config, layout, change)
     check_checksum(lora, crc)

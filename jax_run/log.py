@@ -188,8 +188,9 @@ class RunLog:
     # --- evaluations
 
     def evaluation(self, iter_num, losses, sample=''):
-        """Logs an evaluation and draws loss.png. losses: what estimate_losses returns. sample: a
-        text by the model, or ''. Raises NotFinite, a UserError, if a loss is not finite."""
+        """Logs an evaluation and draws loss.png. losses: what estimate_losses returns, {'val':
+        {'loss': ..., ...}, ...}. sample: a text by the model, or ''. Raises NotFinite, a UserError,
+        if a loss is not finite."""
         # {'val': {'loss': ...}} becomes 'val_loss'; one data set of several, {'val_web': {'loss':
         # ...}}, becomes 'val_loss_web'
         flat = {}
@@ -250,11 +251,11 @@ class NotFinite(UserError):
 class MetricsLog:
     """The file out_dir/metrics.jsonl, one JSON object per line.
 
-    If the file is opened for iteration `iter_num`, an earlier run's records of iterations from
-    iter_num on are dropped, and an incomplete last line too, so that every iteration is there once
-    after a resume. Two kinds of records at iter_num are kept: an evaluation, which is then not
-    written again; and a line about a moved end. With iter_num=0, all records are dropped. If other
-    lines cannot be read, a message says so, these lines are left out, and the old file is kept as
+    The constructor keeps the records of the iterations before iter_num, at which the run starts,
+    and drops all others, so that each iteration is there once after a resume. Of iteration iter_num
+    itself, it keeps an evaluation, which is then not written again, and a change of max_iters. With
+    iter_num=0, all records are dropped. An incomplete last line is dropped. If other lines cannot
+    be read, they are left out, a message says so, and the old file is kept as
     metrics.jsonl.damaged.
 
     A line that cannot be written, for example on a full disk, is written with a later line."""
@@ -289,7 +290,8 @@ class MetricsLog:
         loss_figure()  # imports matplotlib now, not in the first evaluation
 
     def write(self, record):
-        """Appends a record; a float that is not finite becomes null."""
+        """Appends a record, {name: value}. A float that is not finite becomes null. Leaves out an
+        evaluation that the file has already, after a resume."""
         if 'val_loss' in record and record['iter'] == self.evaluated:
             return
 

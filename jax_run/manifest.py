@@ -74,10 +74,10 @@ def open_manifest(run, data, config):
     resume, also compares the data with the data of the checkpoint.
 
     run: a Run. data: what open_data returns. config: the GPTConfig of the run's Program. Returns
-    the manifest. Raises UserError if processes differ. If the data differ from the data of the
-    checkpoint, raises UserError unless the user has given --init_from=resume, and has given
-    --dataset on the command line. After such a change, the checkpoint's best validation loss
-    does not count (see begins_anew)."""
+    the manifest. Raises UserError if processes differ. Data that differ from the checkpoint's are
+    accepted only if the user has given --init_from=resume, and --dataset on the command line; else
+    raises UserError. After such a change of data, the checkpoint's best validation loss does not
+    count (see begins_anew)."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -190,8 +190,9 @@ def find_settings():
 
 def find_changed(known, now):
     """Compares a manifest `known` with a later manifest `now`, except for the data. Returns the
-    differences, {part: {name: [before, now]}}. Leaves out names that only one manifest has, and the
-    flags in WITHOUT_EFFECT."""
+    differences, such as {'versions': {'jax': ['0.9', '0.10']}}: first the key of the manifest, then
+    the name, then [before, now]. The key of dtype, attention and experts is 'chosen'. Leaves out
+    names that only one manifest has, and the flags in WITHOUT_EFFECT."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]
@@ -273,13 +274,14 @@ def spread_blocks(n_bytes):
 
 
 def describe_shortly(file):
-    """Returns the size and the digest of `file`, an entry of the manifest, as a text."""
+    """Returns the size and 8 digits of the digest of a file as a text, such as '1,024 bytes,
+    0a1b2c3d'. file: what describe_file returns."""
     return f"{file['bytes']:,} bytes, {file.get('sha256', file['samples'])[:8]}"
 
 
 def find_changes(before, now):
-    """Compares the `data` of two manifests. Returns the differences as a list of texts. The names
-    of the data sets are not compared."""
+    """Compares the entries `data` of two manifests, the earlier `before` and the present `now`.
+    Returns the differences as a list of texts. The names of the data sets are not compared."""
     if len(before) != len(now):
         return [f'{len(before)} data sets before, {len(now)} now']
     changes = []
@@ -336,8 +338,8 @@ def continue_data(run, data):
 
 
 def begins_anew(manifest, iter_num):
-    """Returns whether the data of a run change at iter_num, where the run is resumed. If so, the
-    best validation loss in its checkpoint does not count."""
+    """Returns whether a run gets other data when it is resumed at iteration iter_num. If so, the
+    best validation loss in its checkpoint does not count. manifest: the resumed run's manifest."""
     return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 

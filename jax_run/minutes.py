@@ -22,8 +22,9 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
     begin at clock.started. All processes call this function and get the same number.
 
     state: a TrainState like that of the run; this function uses it up. step: the compiled step.
-    make_batch: a function of the iteration. evaluate: a function of the state. clock: a Stopwatch.
-    stop: the StopSignal of this process."""
+    make_batch(iteration): returns a batch, or None if none of its tokens counts in the loss.
+    evaluate(state): evaluates the model. clock: a Stopwatch. stop: the StopSignal of this
+    process."""
     flags = run.flags
 
     # steps; the first one of a process takes longer
@@ -60,7 +61,8 @@ def time_of_end(flags, started):
 
 def count_fitting(layout, left, seconds, eval_s, eval_interval):
     """Returns how many iterations fit into `left` seconds, at least one. All processes get the
-    number of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation."""
+    number of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation.
+    eval_interval: the number of iterations between two evaluations."""
     n = 0
     if jax.process_index() == 0:
         n = max(1, int(left / (seconds + eval_s / eval_interval)))
@@ -133,9 +135,9 @@ def say_if_few_iterations(flags, source, seconds):
 
 
 def time_iterations(state, step, make_batch, must_stop):
-    """Runs iterations, including the drawing of batches, until must_stop(seconds) is true. seconds:
-    the time since the first iteration began. Returns (state; number of iterations; mean seconds of
-    an iteration)."""
+    """Runs iterations of `step`, and draws their batches by make_batch (see first_batch), until
+    must_stop(seconds) is true. seconds: the time since the first iteration began. Returns (state;
+    number of iterations; mean seconds of an iteration)."""
     n_timed = 0
     metrics = None
     is_last = False

@@ -25,12 +25,12 @@ class Model:
 
 
 def with_block_size(config, block_size, source):
-    """Returns the config of a trained model, for sequences of block_size tokens. With learned
-    positions, the table of positions is truncated to block_size; if the table is too short, raises
-    UserError. With RoPE, the block_size of the config stays if it is at least the argument.
-    Otherwise block_size is raised to the argument, and a printed line says so.
+    """Returns the config of a trained model, for sequences of `block_size` tokens.
 
-    source: the name of the model, for messages."""
+    With learned positions, config.block_size becomes `block_size`, because the table of positions
+    is truncated. Raises UserError if the table is too short. With RoPE, a smaller config.block_size
+    is raised to `block_size`, and a printed line says so; a larger one stays. source: the name of
+    the model, for messages."""
     if config.position == 'learned':
         if block_size > config.block_size:
             raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '

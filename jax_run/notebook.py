@@ -124,7 +124,8 @@ def watched():
 @contextlib.contextmanager
 def settings_kept():
     """Restores, at the end of the with block, the settings of this process that the script changes:
-    hooks, arguments, output, levels of logging, XLA_FLAGS."""
+    hooks, arguments, output, levels of logging, XLA_FLAGS. Within the block, a second interrupt
+    outside of a save raises KeyboardInterrupt instead of ending the process (see StopSignal)."""
     names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
     saved = {name: getattr(sys, name) for name in names}
     output = {name: getattr(sys.stdout, name, None) for name in ('line_buffering', 'errors')}

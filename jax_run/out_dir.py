@@ -48,7 +48,8 @@ class OutDir:
     def begin(self, run, manifest, bpb_bytes):
         """Begins to write a run. Deletes the checkpoints of a run that is overwritten. Opens the
         checkpoints, metrics.jsonl and wandb. Writes config.json, the tokenizer, and the config.json
-        of a pretrained model. For the arguments see writing()."""
+        of a pretrained model. run: a Run. manifest: what open_manifest returns. bpb_bytes: which
+        bytes the run's bits per byte count, 'tokens' or 'text' (see Data)."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
@@ -102,8 +103,9 @@ class OutDir:
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
         began, because the checkpoint is there already, or nothing has been trained. best_val_loss:
-        the lowest validation loss so far. is_last: whether this is the last checkpoint. Raises
-        UserError if the parameters are not finite, and whenever save_checkpoint does."""
+        the lowest validation loss so far. val_loss: that of this iteration, None without an
+        evaluation. is_last: whether this is the last checkpoint. Raises UserError if the parameters
+        are not finite, and whenever save_checkpoint does."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:
@@ -122,11 +124,10 @@ class OutDir:
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):
-        """If the run is in a bucket, uploads its files, metrics.jsonl among them.
-
-        If the run was resumed at iter_num, also adds val_loss to the checkpoint of iter_num,
-        because a signal may have saved that checkpoint without an evaluation. The checkpoint can
-        then be chosen as the best. Adds nothing if the data changed at iter_num."""
+        """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
+        checkpoint and the checkpoint has no loss, as after a signal. The checkpoint can then be
+        chosen as the best. Adds nothing if the data changed at iter_num. If the run is in a bucket,
+        first uploads its files, metrics.jsonl among them."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -264,8 +265,9 @@ def set_damaged_aside(run, resumed_at):
 
 
 def see_lock(run, out_dir, holder):
-    """Raises UserError if this process does not see the lock that process 0 holds. Waits up to 40
-    s, because an NFS client may show the writes of another machine only 30 s later."""
+    """Raises UserError if this process does not see the lock that process 0 holds. holder: the text
+    that process 0 has written into the lock. Waits up to 40 s, because an NFS client may show the
+    writes of another machine only 30 s later."""
     for _ in range(400):
         if run.is_locked_by(holder):
             return

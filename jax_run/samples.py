@@ -21,9 +21,10 @@ def digest_flags(flags, title, prompts):
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):
-    """Splits the rows that are not in `done` into batches, lists of at most batch_size rows. A row
-    is (index of the prompt, index of its sample). prompts: lists of token ids. Rows with prompts of
-    similar length share a batch. Within a batch, rows are sorted by their indices."""
+    """Splits the samples to be made into batches. Returns a list of batches, each a list of at most
+    batch_size rows. A row is (index of the prompt, index of its sample). Each prompt has
+    num_samples rows; the rows in `done` are left out. prompts: lists of token ids. Rows with
+    prompts of similar length share a batch. Within a batch, rows are sorted by their indices."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable

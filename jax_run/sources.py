@@ -41,8 +41,8 @@ class Order(NamedTuple):
     n_offsets: int = 0
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places in the data, int64 [B], of the sequences with these numbers in the
-        stream. numbers: int64 [B]."""
+        """Returns the places of sequences in the data, int64 [B]: the start of a window, or the
+        index of a row. numbers: the numbers of the sequences in the stream, int64 [B]."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -104,10 +104,10 @@ def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, i
 class Evaluation(NamedTuple):
     """The sequences that every evaluation reads. They are the same for any seed and number of
     devices, so that curves can be compared."""
-    places: np.ndarray
+    places: np.ndarray  # of the sequences in the split, as Windows.locate returns them
     share: float = 1.0  # share of their targets that count in the loss
     n_bytes: float | None = None  # bytes of the targets that count; None: nobody asks for them
-    has_special: bool = False  # whether a target that counts has no bytes
+    has_special: bool = False  # whether a target that counts has no bytes (a special token)
 
 
 class Windows:
@@ -143,7 +143,7 @@ class Windows:
         return windows[:, :-1], windows[:, 1:]
 
     def read(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the sequences at `places`, [B].
+        """Reads a batch of sequences. places: where they are in the split, [B], see locate().
 
         Returns {'x', 'y' int32 [B, block_size]} and, if there is a mask, 'weight' float32: 1 for
         targets that count, 0 for other targets. Raises UserError for an id outside the
@@ -161,7 +161,8 @@ class Windows:
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places of the sequences with these numbers in the run's stream."""
+        """Returns the places of sequences in the split, int64 [B]: the start of a window, or the
+        index of a row. numbers: the numbers of the sequences in the run's stream, int64 [B]."""
         return self.order.locate(numbers)
 
     def count(self, places: np.ndarray) -> int:
@@ -421,9 +422,9 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
         own       0  0  0  1  1  1  2  3
 
     The loop goes from the last part to the first. Part k takes its share of the sequences that are
-    still unassigned, and leaves the other sequences to the parts before k. In the loop, `own` is
-    the number of unassigned sequences before a sequence, and `before` says how many of these
-    unassigned sequences go to the parts before k."""
+    still unassigned, and leaves the rest to the parts before k. The variable `own` counts the
+    unassigned sequences before each sequence. `before` counts those among them that part k leaves
+    to the parts before it."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
@@ -538,7 +539,8 @@ def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: A
 
 
 def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
-    """Opens a data set of pairs. Returns a DataSet. options: further keyword arguments of Pairs."""
+    """Opens a data set of pairs. Returns a DataSet. length_normalized: see Pairs. options: further
+    keyword arguments of Pairs."""
     tokens = load_dataset(folder, 0)[0]  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}

@@ -13,9 +13,11 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     """Returns lines, as a text, on the time of compilation, prefill and decoding. The lines compare
     decoding with the memory bandwidth, because a step reads all weights and the KV cache.
 
-    started: time.perf_counter() when the script started. imports_s: the seconds that the script's
-    imports took. is_detailed: whether to return all lines. If not, returns the first line, and the
-    line on drafts if there were drafts."""
+    model: the TextModel. generations: the Generations that it has made, a list. n_prompts: the
+    number of prompts. started: time.perf_counter() when the script started. imports_s: the seconds
+    that the script's imports took. cache_dtype: the dtype of the KV cache. is_detailed: whether to
+    return all lines. If not, returns the first line, and the line on drafts if there were
+    drafts."""
     # sums over all generations
     laps = []
     n_new, n_samples, prefill_s = 0, 0, 0
@@ -54,8 +56,9 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
 
 
 def report_decoding(model, generations, n_new):
-    """Returns the lines on decoding, or '' if all generations ended with their first token. n_new:
-    the number of tokens generated in all."""
+    """Returns the lines on decoding, as a text: tokens per second, bytes read per second, drafts.
+    Returns '' if all generations ended with their first token. model, generations: see
+    report_speed. n_new: the number of tokens generated in all."""
     # the first lap of a generation is its prefill and first step, and does not count
     decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
     if not decode_s:
@@ -91,14 +94,16 @@ def report_decoding(model, generations, n_new):
 
 
 def leaves_context(config, generations):
-    """Returns whether a row of one of the Generations, with its prompt, is longer than the context
-    of a model with learned position embeddings. Returns False for other models."""
+    """Returns whether any row of the Generations, its prompt included, is longer than the context
+    of a model with learned position embeddings. Returns False for a model with RoPE. config: the
+    model's GPTConfig."""
     longest = max(int(generation.result.lengths.max()) for generation in generations)
     return config.position == 'learned' and longest > config.block_size
 
 
 def describe_drafts(generations):
-    """Returns the line on drafts, or '' if there were no drafts."""
+    """Returns the line that says how many drafted tokens were accepted in a list of Generations.
+    Returns '' if no tokens were drafted."""
     results = [generation.result for generation in generations]
     drafted = sum(result.drafted for result in results)
     accepted = sum(result.accepted for result in results)
@@ -133,7 +138,7 @@ def tokens_per_step(result):
 
 def expected_experts(moe, n_tokens):
     """Returns the expected number of distinct experts that n_tokens tokens choose, if each token
-    takes n_used different experts, and all experts are equally likely. A trained router prefers
-    some experts, so that the actual number is lower."""
+    takes n_used different experts, and all experts are equally likely. moe: GPTConfig.moe. A
+    trained router prefers some experts, so that the actual number is lower."""
     unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
     return moe.n_expert * (1 - unused)

@@ -78,7 +78,7 @@ class Run:
     shares: dict  # {folder of a data set: fraction}
     meta: dict  # what meta.json says of the first data set, see load_dataset_meta
     model: Model
-    has_length: bool  # the number of iterations is known; --minutes has yet to measure it otherwise
+    has_length: bool  # whether the number of iterations is known; if not, --minutes measures it
 
     @property
     def iter_num(self):
@@ -112,7 +112,7 @@ class Run:
         return dataclasses.replace(self, flags=flags)
 
     def with_lora(self, lora):
-        """Returns the Run with another description of LoRA."""
+        """Returns the Run with another description of LoRA. lora: as in Model."""
         return dataclasses.replace(self, model=dataclasses.replace(self.model, lora=lora))
 
 
@@ -187,7 +187,8 @@ def check_init_from(source):
 
 
 def new_model(flags, meta, dtype):
-    """Returns a new Model, to be trained from scratch on the data set that `meta` describes."""
+    """Returns a new Model, to be trained from scratch on the data set that `meta` describes. dtype:
+    the dtype of computation."""
     tokenizer = meta['tokenizer']
     vocab_size = meta['vocab_size']
     if tokenizer['kind'] != 'char':
@@ -198,9 +199,10 @@ def new_model(flags, meta, dtype):
 
 
 def continued_model(flags, given, resumed, meta, dtype):
-    """Returns the Model of a run that is resumed. resumed: the metadata of the run's checkpoint.
-    meta: what meta.json says of the data set (see load_dataset_meta). Raises UserError if the data
-    set has other tokens than the run."""
+    """Returns the Model of a run that is resumed. given: the flags that the user gave. resumed: the
+    metadata of the run's checkpoint. dtype: the dtype of computation. meta: what meta.json says of
+    the data set (see load_dataset_meta). Raises UserError if the data set has other tokens than the
+    run."""
     out_dir = flags['out_dir']
 
     # the model; only without learned positions may block_size be another
@@ -229,7 +231,9 @@ def continued_model(flags, given, resumed, meta, dtype):
 
 def print_what_is_left(flags, given, iter_num):
     """Prints how to make a resumed run longer, if the run has no iterations left. If max_iters is
-    beyond the end of the schedule, prints that the learning rate stays at min_lr."""
+    beyond the end of the schedule, and the user has not given lr_decay_iters, prints that the
+    learning rate stays at min_lr. given: the flags that the user gave. iter_num: the iteration of
+    the resume."""
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
     decays = decays_learning_rate(flags)
     if iter_num >= max_iters:
@@ -291,10 +295,10 @@ def state_without_params(*args):
 
 
 def start_state(run, program):
-    """Makes the first TrainState of a run. A resumed run has the state of its checkpoint. Any other
-    run has a new state, with the parameters of the pretrained model if there is one. Returns
-    (state; run). With LoRA, the parameters of the base model are frozen, and run.model.lora has
-    their checksum."""
+    """Makes the first TrainState of a run. program: the run's Program. A resumed run has the state
+    of its checkpoint. Any other run has a new state, with the parameters of the pretrained model if
+    there is one. Returns (state; run). With LoRA, the parameters of the base model are frozen, and
+    run.model.lora has their checksum."""
     flags, model = run.flags, run.model
     config, layout, tx = program.config, program.layout, program.tx
     key = jax.random.key(flags['seed'])
@@ -349,9 +353,9 @@ def start_state(run, program):
 # flags
 
 def choose_init_from(flags):
-    """Returns the flag init_from, with 'resume' or 'scratch' in place of 'auto'. Before a resume,
-    waits until the lock of a run that has died is free. Raises UserError if the processes do not
-    see the same checkpoints."""
+    """Returns the flag init_from. 'auto' becomes 'resume' if out_dir has a checkpoint, else
+    'scratch'. Before a resume, waits until the lock of a run that has died is free. Raises
+    UserError if the processes do not see the same checkpoints."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():
@@ -368,7 +372,7 @@ def choose_init_from(flags):
 
 def check_training_flags(flags, given):
     """Raises UserError for flags that are out of range. Prints a warning for odd flags, and for
-    flags without an effect."""
+    flags without an effect. given: the flags that the user gave."""
     for name, why in (('compile', 'JAX always compiles'),
                       ('backend', 'JAX chooses how devices communicate')):
         if name in given:
@@ -437,7 +441,8 @@ def merge_resumed_flags(flags, given, saved):
 
 
 def check_removed_flags(out_dir, saved):
-    """Raises UserError if a run was trained with a flag or an optimizer that this version lacks."""
+    """Raises UserError if a run was trained with a flag or an optimizer that this version lacks.
+    saved: the flags in the run's checkpoint."""
     used = [name for name, off in REMOVED.items() if saved.get(name, off) != off]
     if saved.get('optimizer') in REMOVED_OPTIMIZERS:
         used.append('optimizer')
@@ -456,9 +461,9 @@ def schedule_from_flags(flags, iter_num):
 
 
 def schedule_end(flags, iter_num):
-    """Returns the iteration at which the schedule of iteration iter_num ends. This is
-    lr_decay_iters. But if --minutes has moved the end at an iteration later than iter_num, this is
-    the end before the move."""
+    """Returns the iteration at which the schedule of iteration iter_num ends: lr_decay_iters, or
+    the previous end if --minutes has moved the end after iter_num. For example, with
+    earlier_ends='300:900', the schedule of iterations 0 to 299 ends at 900."""
     for until, end in read_ends(flags['earlier_ends']).items():
         if iter_num < until:
             return end

@@ -108,8 +108,8 @@ def verify_run(run, data, program, make_batch, evaluate):
 
 def find_intervals(run, folder):
     """Returns the Intervals of a run that can be trained again, in their order. Leaves out
-    intervals that were trained with other flags or other data than the run has now. Raises
-    UserError if no interval is left."""
+    intervals that were trained with other flags or other data than the run has now. folder: the
+    DiskRun or BucketRun. Raises UserError if no interval is left."""
     manifest = run.resumed.get('manifest') or {}
     since = data_since(manifest)
     others = set()
@@ -148,7 +148,8 @@ def can_start(run):
 
 
 def run_at(run, folder, step):
-    """Returns the Run that starts at checkpoint `step`, or from the seed if step is 0."""
+    """Returns `run`, changed so that it starts at checkpoint `step`, or from the seed if step is 0.
+    folder: the DiskRun or BucketRun."""
     if not step:
         model = dataclasses.replace(run.model, source=None)
         return dataclasses.replace(run, resumed=None, model=model)
@@ -158,7 +159,7 @@ def run_at(run, folder, step):
 
 def describe_seconds(intervals, records):
     """Returns a text on the number of iterations in the intervals, and on the time that the
-    iterations took, according to the log."""
+    iterations took, according to the log. records: the records of metrics.jsonl."""
     times = [record['time_ms'] for record in records if record.get('time_ms')]
     n = sum(last - first for first, last in intervals)
     if not times:
@@ -168,8 +169,9 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns the interval's first batch with a token that counts. The step is compiled for the
-    shapes of this batch. Raises UserError if no token counts."""
+    """Returns the interval's first batch with a token that counts. make_batch(iteration): returns a
+    batch, or None if none of its tokens counts. The step is compiled for the shapes of this batch.
+    Raises UserError if no token counts."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:
@@ -230,8 +232,10 @@ def compare_file(before, array):
 
 
 def train_again(run, layout, interval, state, step, make_batch, evaluate, records):
-    """Trains an interval again, from the state of its first checkpoint. Returns (state at the end;
-    list of Logged, the values that differ from the log). records: the records of metrics.jsonl."""
+    """Trains an interval again. Returns (state at the end; list of Logged, the values that differ
+    from the log). state: the TrainState of the interval's first checkpoint. step: the compiled
+    step. make_batch(iteration), evaluate(state): functions of train_jax.py. records: the records of
+    metrics.jsonl."""
     logged = {}
     for record in records:
         kind = 'evaluation' if 'val_loss' in record else 'iteration'
@@ -262,8 +266,8 @@ def train_again(run, layout, interval, state, step, make_batch, evaluate, record
 
 
 def compare_states(state, kept):
-    """Returns a text that says how many arrays of two states differ, and which array is the first
-    that differs. Returns '' if all bits are the same."""
+    """Compares two TrainStates bit for bit. Returns a text that says how many arrays differ, and
+    which is the first and by how much it differs. Returns '' if all bits are the same."""
     ours, theirs = (
         jax.tree_util.tree_leaves_with_path({**s.weight_sets(), **opt_state_item(s)})
         for s in (state, kept))
@@ -290,8 +294,8 @@ def digest_weights(out_dir):
 
 
 def describe(interval, found, is_near):
-    """Returns the line to print on an interval. is_near: whether the machine is of another kind and
-    the losses differ by at most BOUND."""
+    """Returns the line to print on an Interval. found: the Found of this interval. is_near: whether
+    the machine is of another kind and the losses differ by at most BOUND."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
     if is_near:

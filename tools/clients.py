@@ -27,7 +27,8 @@ class Answer(NamedTuple):
 
 
 def ask(url, prompt, seed, max_tokens, temperature):
-    """Asks the server at `url` for a completion of `prompt`, streamed. Returns the Answer."""
+    """Asks the server at `url` for a completion of `prompt`, a text, streamed. Returns the
+    Answer."""
     body = {'prompt': prompt, 'seed': seed, 'max_tokens': max_tokens, 'temperature': temperature,
             'stream': True, 'stream_options': {'include_usage': True}}
     request = urllib.request.Request(
@@ -50,8 +51,9 @@ def ask(url, prompt, seed, max_tokens, temperature):
 
 
 def measure(n_clients, n_requests, make):
-    """Calls make(i) for each request i, n_clients at a time. Returns (tokens per second of all
-    requests together; the Answers)."""
+    """Calls make(i), which returns an Answer, for each request i from 0 to n_requests - 1,
+    n_clients at a time. Returns (tokens per second of all requests together; list of the
+    Answers)."""
     with ThreadPoolExecutor(n_clients) as clients:
         started = time.perf_counter()
         answers = list(clients.map(make, range(n_requests)))

@@ -33,8 +33,9 @@ POINTS = [  # (minutes, bits per byte, label, where it stands): docs/performance
 
 
 def measure(flags):
-    """Trains in a process of its own. Returns [(minutes since the start; bits per byte)], one pair for each evaluation
-    except the one before the first update."""
+    """Trains in a process of its own. Returns [(minutes since the start, bits per byte)], one pair
+    for each evaluation except the one before the first update. flags: a text, the arguments of
+    train_jax.py."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, 'train_jax.py', *shlex.split(flags), '--overwrite=True', f'--out_dir={folder}/out']
         environment = dict(os.environ, JAX_ENABLE_COMPILATION_CACHE='0', PYTHONUNBUFFERED='1')
@@ -51,7 +52,8 @@ def measure(flags):
 
 
 def draw(curves):
-    """Writes docs/minutes.png from {label: curve} and POINTS."""
+    """Writes docs/minutes.png from `curves` and POINTS. curves: {label: curve}, each curve as
+    measure returns it."""
     figure = Figure(figsize=(7, 3.6), layout='constrained')
     axes = figure.add_subplot(xlabel='minutes of wall time', ylabel='bits per byte (lower is better)', xscale='log')
     for label, curve in curves.items():

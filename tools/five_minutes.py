@@ -32,7 +32,8 @@ N_CHECKED = 100  # iterations
 
 
 def train(*flags):
-    """Runs train_jax.py and returns its output. Exits if it fails."""
+    """Runs train_jax.py with `flags`, its arguments, and returns its stdout. If train_jax.py fails,
+    ends this program."""
     command = [sys.executable, str(ROOT / 'train_jax.py'), *map(str, flags)]
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
     if done.returncode:
@@ -49,8 +50,9 @@ def describe(out_dir):
 
 
 def train_beginning(config, flags, one, n):
-    """Trains the first n iterations with a seed of a row of the table. Returns (digest of the weights; losses;
-    manifest). one: the part of the row for this seed."""
+    """Trains the first n iterations of one seed. Returns (digest of the weights; {iteration: loss};
+    manifest). config: the path of a config file. flags: a list of further flags. one: the seed's
+    part of a row, as run returns it."""
     with tempfile.TemporaryDirectory() as folder:
         train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
               f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
@@ -60,7 +62,9 @@ def train_beginning(config, flags, one, n):
 
 
 def run(config, seed, flags):
-    """Trains with a seed for as long as the config file says. Returns (the seed's part of a row; device; manifest)."""
+    """Trains with a seed for as long as the config file says, then its first N_CHECKED iterations
+    again. Returns (the seed's part of a row, a dict; device, a text; manifest). config: the path of
+    a config file. flags: a list of further flags."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
@@ -85,7 +89,8 @@ def cpu_model():
 
 
 def print_row(row):
-    """Prints a row for the table of machines."""
+    """Prints a row for the table of machines in Markdown, below the table's head. row: the content
+    of the file of a row, as main makes it."""
     n_iters = [one['iterations'] for one in row['seeds']]
     bits = [one['bits_per_byte'] for one in row['seeds']]
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')
@@ -96,8 +101,10 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Trains again with each seed of a row. Trains all iterations if has_all, else at most the first N_CHECKED. Prints
-    a line for each seed, and returns the exit code. flags: further flags of train_jax.py, such as --device."""
+    """Trains again with each seed of a row, and compares the results with the row. Trains all
+    iterations if has_all, else at most the first N_CHECKED. Prints a line for each seed. Returns
+    the exit code: 0 if all results agree, else 1. row: the content of the file of a row. flags:
+    further flags of train_jax.py, such as --device. Raises UserError if the data differ."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0

@@ -73,14 +73,16 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
 
 
 def extract(folder, revision, *paths):
-    """Writes files of a revision into a folder: the files below `paths`, or all files if there are
-    no paths."""
+    """Writes files of a git revision into a folder: the files at or below `paths`, or all files if
+    no paths are given."""
     files = subprocess.run(['git', 'archive', revision, *paths], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(['tar', '-x', '-C', folder], input=files, check=True)
 
 
 def passes(folder, names):
-    """Returns (whether these test files pass in a folder; the first failure, '' without one)."""
+    """Runs test files in a folder, up to the first failure. Returns (whether they pass; the name of
+    the first failure, '' without one). names: the names of the test files, separated by spaces,
+    such as 'data sources' for tests/test_data.py and tests/test_sources.py."""
     files = [name if name == START else f'tests/test_{name}.py' for name in names.split()]
     command = [sys.executable, '-m', 'pytest', '-x', '-n', '2', '-m', '', *files]
     run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -24,8 +24,9 @@ COLLECTIVES = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permut
 
 
 def plan_step(flags, config, devices):
-    """Compiles a step for `devices` and returns {name: value}: what was chosen; the memory of one
-    device; and what XLA counts in the program. XLA counts the body of a loop once."""
+    """Compiles a step of the model of `config` for `devices`. Returns {name: value}: what was
+    chosen; the memory of one device; and what XLA counts in the program. XLA counts the body of a
+    loop once. flags: the flags of bench_jax.py, as attributes."""
     start = time.perf_counter()
     lower = lower_decode if flags.plan == 'decode' else lower_train_step
     lowered, parts, results = lower(flags, config, devices)
@@ -133,7 +134,8 @@ def lower_decode(flags, config, devices):
 
 
 def abstract_decode_params(flags, config, layout):
-    """Returns the parameters as decoding reads them, as ShapeDtypeStructs with shardings."""
+    """Returns the parameters as decoding reads them (matrices in config.dtype, or in int8 with
+    flags.quantize), as a tree of ShapeDtypeStructs with shardings."""
     tx = create_optimizer_with_schedule(lambda step: 0)
     state = layout.abstract_state(
         create_train_state, jax.random.key(flags.seed), config, tx)
@@ -164,8 +166,9 @@ def shard_bytes(tree):
 
 
 def count_collectives(text):
-    """Returns {'all_gather_count': how many, 'all_gather_mb': size of their results on a device,
-    ...} of the collectives in the text of a compiled program."""
+    """Counts the collectives in the text of a compiled program. Returns {'all_gather_count':
+    number, 'all_gather_mb': megabytes of their results on a device, ...}, two entries for each
+    kind."""
     # An asynchronous collective starts and ends: the end counts, because it has only the result. On
     # a TPU a collective may be in pieces, one in each fusion that runs at the same time; the pieces
     # have the same chain_id.

@@ -46,8 +46,9 @@ class Tree:
         work.mkdir()
 
     def run(self, script, *args, devices=1):
-        """Runs one of the tree's scripts, with the work folder as the current folder. Ends this
-        program if the script fails."""
+        """Runs one of the tree's scripts, with the work folder as the current folder. args: the
+        script's arguments. devices: the number of CPU devices that it has. Ends this program if the
+        script fails."""
         env = {**os.environ, 'JAX_NUM_CPU_DEVICES': str(devices), 'JAX_PLATFORMS': 'cpu'}
         command = [sys.executable, str(self.path / script), *map(str, args)]
         done = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)
@@ -62,8 +63,9 @@ class Tree:
 
 
 def write_text(folder):
-    """Writes the one text from which all data sets are made: some 100 kB of this repository's docs,
-    as they are now."""
+    """Writes the inputs of the data sets into `folder`: text.txt, 100,000 characters of this
+    repository's docs as they are now; rows.jsonl, paragraphs of these docs; chats.jsonl, 40 short
+    conversations."""
     text = ''.join(
         path.read_text(encoding='utf-8') for path in sorted((ROOT / 'docs').glob('*.md')))
     (folder / 'text.txt').write_text(text[:100_000] + 'é 漢 🙂\n', encoding='utf-8')
@@ -79,7 +81,8 @@ def write_text(folder):
 
 
 def write_model(folder):
-    """Makes the Hugging Face folder of a small Llama with random weights and a chat template."""
+    """Makes `folder`, a Hugging Face folder of a small Llama with random weights and a chat
+    template."""
     from safetensors.numpy import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     tokenizer = Tokenizer(models.BPE())
@@ -126,7 +129,8 @@ def digest(data):
 
 
 def losses(out):
-    """Returns {name: value} of all that a run has logged, except times."""
+    """Returns {name: value} of all that a run has logged, except times, such as {'loss at 3': 2.5}.
+    out: the run's folder, a Path."""
     found = {}
     for line in (out / 'metrics.jsonl').read_text().splitlines():
         row = json.loads(line)
@@ -137,13 +141,14 @@ def losses(out):
 
 
 def files(folder):
-    """Returns {path: digest} of the files of a folder."""
+    """Returns {path relative to the folder: digest} of all files in and below a folder."""
     paths = sorted(path for path in folder.rglob('*') if path.is_file())
     return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in paths}
 
 
 def samples(tree, *args):
-    """Returns {name: value} of samples, and of what sample_jax.py writes beside each sample."""
+    """Runs sample_jax.py of a Tree. Returns {name: value} of two samples, and of what sample_jax.py
+    writes beside each sample. args: further flags of sample_jax.py."""
     path = tree.work / 'samples.jsonl'
     path.unlink(missing_ok=True)  # sample_jax.py refuses a file of other flags
     tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',
@@ -155,7 +160,8 @@ def samples(tree, *args):
 
 def tensors(path):
     """Returns {name: digest} of the tensors of an exported folder or GGUF file. Includes the
-    content of the JSON files of a folder, and digests of the fields of a GGUF file."""
+    content of config.json and tokenizer.json of a folder, and digests of the fields of a GGUF
+    file."""
     if path.is_dir():
         from safetensors.numpy import load_file
         found = {}
@@ -179,8 +185,9 @@ def tensors(path):
 # compare, {name: value}.
 
 def data_sets(tree, inputs):
-    """Makes five data sets: from the text by characters; from the text by a BPE that is trained on
-    the text; from rows; from chats without --rows; from chats with --rows."""
+    """Makes five data sets in a Tree: from the text by characters; from the text by a BPE that is
+    trained on the text; from rows; from chats without --rows; from chats with --rows. Returns
+    {path: digest} of their .bin files and tokenizers. inputs: the folder of the input files."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],
@@ -198,8 +205,9 @@ def data_sets(tree, inputs):
 
 
 def gpt(tree, inputs):
-    """Trains a GPT-2 with dropout, and samples from it in four ways: in float32; in int8; with
-    drafts; greedily."""
+    """Trains a GPT-2 with dropout in a Tree, and samples from it in four ways: in float32; in int8;
+    with drafts; greedily. Returns {name: value} of the losses and samples. inputs: has no
+    effect."""
     out = tree.work / 'out-gpt'
     tree.train(out, *GPT, tree.data('chars'))
     found = losses(out)
@@ -212,7 +220,8 @@ def gpt(tree, inputs):
 
 
 def resumed(tree, inputs):
-    """Trains the GPT of the function gpt, but stops after ten iterations and resumes."""
+    """Trains the GPT of the function gpt in a Tree, but stops after ten iterations and resumes.
+    Returns {name: value} of the losses. inputs: has no effect."""
     out = tree.work / 'out-resumed'
     tree.train(out, *GPT, tree.data('chars'), '--max_iters=10')
     tree.train(out, '--init_from=resume')
@@ -220,15 +229,17 @@ def resumed(tree, inputs):
 
 
 def float16(tree, inputs):
-    """Trains the same GPT in float16, with its loss scale."""
+    """Trains the GPT of the function gpt in a Tree, in float16 with a loss scale. Returns {name:
+    value} of the losses. inputs: has no effect."""
     out = tree.work / 'out-float16'
     tree.train(out, *GPT, tree.data('chars'), '--dtype=float16')
     return losses(out)
 
 
 def qwen(tree, inputs):
-    """Trains a Qwen3 with Muon on the data set with a BPE, samples from the model and exports the
-    model."""
+    """Trains a Qwen3 with Muon in a Tree, on the data set with a BPE. Samples from the model and
+    exports the model as a folder and as a GGUF file. Returns {name: value} of the losses, samples
+    and exported tensors. inputs: has no effect."""
     out = tree.work / 'out-qwen'
     tree.train(out, *QWEN, tree.data('bpe'), '--optimizer=muon')
     found = losses(out)
@@ -242,7 +253,9 @@ def qwen(tree, inputs):
 
 
 def chat(tree, inputs):
-    """Finetunes a Llama, read from a folder, by LoRA on packed chats, and samples answers."""
+    """Finetunes a Llama by LoRA on packed chats in a Tree, and samples answers. Returns {name:
+    value} of the losses and samples. inputs: the folder of the input files, with the Llama in
+    model/."""
     out = tree.work / 'out-chat'
     tree.train(out, tree.data('packed'), f'--init_from={inputs / "model"}', '--block_size=64',
                '--lora_rank=4', '--quantize=int8')
@@ -252,14 +265,16 @@ def chat(tree, inputs):
 
 
 def sharded(tree, inputs):
-    """Trains the Qwen3 on eight devices, fsdp x tensor, in bfloat16."""
+    """Trains the Qwen3 of the function qwen in a Tree, with AdamW on eight devices (fsdp=2,
+    tensor=2) in bfloat16. Returns {name: value} of the losses. inputs: has no effect."""
     out = tree.work / 'out-sharded'
     tree.train(out, *QWEN, *SHARDED, tree.data('bpe'), devices=8)
     return losses(out)
 
 
 def old_runs_go_on(tree, inputs):
-    """Resumes the runs that the commit's code has trained, and samples from the resumed runs."""
+    """Resumes in a Tree the runs that the commit's code has trained, and samples from the resumed
+    runs. Returns {name: value} of the losses and samples. inputs: has no effect."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):
@@ -275,7 +290,8 @@ CASES = (data_sets, gpt, resumed, float16, qwen, chat, sharded, old_runs_go_on)
 
 
 def compare(old, new):
-    """Returns the lines that say what differs."""
+    """Returns a list of lines, one for each name whose values differ. old, new: {name: value} of
+    the commit and of this tree."""
     lines = []
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
