@@ -235,9 +235,10 @@ def config_of_base(base):
 
 
 def adapter_modules(updates, config, family):
-    """Returns ({module: Halves}; [module without an update]), with transformers' module names.
-    Halves are a and b on disk, [rank, in] and [out, rank].
+    """Returns ({name of a module: Halves}; [name of each module without an update]). The names are
+    those of transformers. Halves are a and b on disk, [rank, in] and [out, rank].
 
+    family: a model_type of Hugging Face.
     updates: the tree of LoRA's a [in, rank] and b [rank, out]. If one matrix in this tree is
     several tensors on disk (q, k and v), each tensor gets the same a, and its own part of b. If
     several matrices in this tree are one tensor on disk (gate and up of Phi 3), their updates are
@@ -473,7 +474,8 @@ class TensorMap(NamedTuple):
 
 @functools.lru_cache
 def param_shapes(config):
-    """Returns {path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
+    """Returns {path: shape} of every parameter of GPT(config). Traces only one layer for each
+    distinct result of config.layer."""
     # A model with one layer of each kind has parameters of all shapes.
     kind_of_layer = [config.layer(i) for i in range(config.n_layer)]
     kinds = list(dict.fromkeys(kind_of_layer))
@@ -841,7 +843,9 @@ def aligned_empty(shape, dtype):
 
 
 def release_pages(tensors):
-    """Gives back the pages of memory-mapped files, which would count as memory of this process."""
+    """Releases the pages in memory of those tensors that are memory-mapped files, because they
+    would count as memory of this process. The system reads them again when they are used. Other
+    tensors are unchanged."""
     for tensor in tensors:
         if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
             tensor._mmap.madvise(mmap.MADV_DONTNEED)

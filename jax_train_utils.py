@@ -226,11 +226,12 @@ class Objective:
 
     The functions `means` and `sums` have the arguments (loss_BxT, batch). loss_BxT is the model's
     loss of each token. batch is {'x', 'y' [B, T], ...}. Both functions return {name: scalar}.
-    means: returns the means over the samples of a training batch. The step minimizes 'loss', and
-    logs the names in `metrics`.
+    means: returns the means over the samples of a training batch. The step minimizes the 'loss'
+    among them.
     sums: returns the sums over those sequences of an evaluation's batch that have is_row [B] = 1.
-    Sequences with is_row = 0 only fill up the last batch. A sample of several sequences counts once
-    for each sequence.
+    Sequences with is_row = 0 only fill up the last batch. A sample of several sequences, such as a
+    pair of DPO, counts once for each of its sequences.
+    metrics: the names that a training step returns and logs.
     has_reference: whether the batch needs 'reference_loss' [B, T]: the loss of each token, computed
     with the model without LoRA's updates and without dropout."""
     means: Callable
@@ -248,12 +249,13 @@ def language_model_means(loss_BxT: Array, batch: dict) -> dict:
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Returns {'loss': the sum over the sequences of each sequence's mean loss}.
+    """Returns {'loss': the sum over the sequences of each sequence's mean loss}. Sequences that
+    only fill up the batch (is_row = 0) count as 0.
 
     If the batch has 'weight' [B, T], each token's loss is first multiplied by the token's weight,
-    which is 0 in sequences that only fill up the batch. If the batch has 'spelled' [B, T] (the same
-    weights, but 0 for tokens without bytes), the result also has 'spelled', the sum with these
-    weights."""
+    which is 0 in sequences that only fill up the batch. 'spelled' [B, T], if the batch has it, is
+    like 'weight', but 0 for tokens without bytes. The result then also has 'spelled', computed like
+    'loss' with 'spelled' as the weights."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
