@@ -125,8 +125,8 @@ def is_context_split():
 def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
     """Computes the gradient of matmul's kernel if T is sharded, as a sum over the two axes B and T.
     If B and T were merged to one axis, this axis would have no sharding (except for B = 1), and
-    every device would all-gather x and g. g_BxTxO: the gradient of the result. dtype: the
-    kernel's."""
+    every device would all-gather x and g. g_BxTxO: the gradient of matmul's result. dtype: the
+    kernel's dtype. transpose_rhs, tp: as in matmul."""
     left, right = (g_BxTxO, x_BxTxI) if transpose_rhs else (x_BxTxI, g_BxTxO)
     dy = jax.lax.dot_general(
         left, right, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
@@ -555,7 +555,8 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
 
 def multiply_quantized(x_RxI, *weights):
     """Quantizes x to int16, each row with one scale. Returns multiply_integers(x, *weights) times
-    these scales, float32 [R, O]."""
+    the scales of the rows, float32 [R, O]. weights: the other arguments of multiply_integers, that
+    is (w_OxI,) or (w_ExOxI, matrix_R)."""
     # for a row of zeros the scale is 1e-30 / levels, and the product is 0
     x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
     is_used = (scale_R > 1e-32).any()

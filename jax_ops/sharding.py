@@ -101,8 +101,8 @@ def shard_positions(x, axes=('context', 'tensor')):
 
 
 def gather_positions(x):
-    """Undoes a part of shard_positions for x [B, T, ...], and returns x. On a mesh, the positions
-    of x are all-gathered over tensor, and stay sharded over context."""
+    """Returns x [B, T, ...]; on a mesh, with its positions all-gathered over tensor. They stay
+    sharded over context. This undoes shard_positions for the axis tensor."""
     x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
