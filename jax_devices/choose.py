@@ -20,8 +20,11 @@ MEASURED = ('H100',)
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
                      packed=False):
-    """Returns (implementation; reason) for the flag --attention and training on `device`. `tensor`
-    devices share the heads, `context` devices share a sequence.
+    """Returns (the implementation of attention, one of ATTENTION; the reason, a text) for training
+    on `device`.
+
+    attention: the flag --attention. tensor: the number of devices that share the heads. context:
+    the number of devices that share a sequence.
 
     'auto' is the device's flash attention (cuDNN or splash), if that can compute this model.
     Otherwise 'auto' is chunked attention if context > 1 or block_size is at least CHUNKED_FROM,
@@ -163,8 +166,9 @@ def choose_experts(config, device):
 
 
 def with_experts(config, layout):
-    """Returns (config; {'experts': reason}). The config has the way of computing experts that suits
-    the devices. For a model without experts, returns (the config unchanged; {})."""
+    """Returns (the config with its field `experts` set to the choice of choose_experts;
+    {'experts': the reason}). layout: a Layout; its first device decides. For a model without
+    experts, returns (the config unchanged; {})."""
     if not config.moe:
         return config, {}
     experts, reason = choose_experts(config, layout.devices[0])
