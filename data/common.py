@@ -150,8 +150,9 @@ def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
 
 
 def train_bpe(texts, size, has_chat=False):
-    """Returns a byte-level BPE of at most `size` tokens: END; with has_chat also CHAT_TOKENS; the
-    256 bytes; and the merges that occur at least twice in the texts.
+    """Learns a byte-level BPE from `texts`, and returns its Vocabulary. It has at most `size`
+    tokens: END; with has_chat also CHAT_TOKENS; the 256 bytes; and the merges that occur at least
+    twice in the texts.
 
     A pattern splits the text into matches. A match is a word with the space before it, a digit, or
     punctuation with the newlines after it. A token is a part of one match. The pattern is Qwen2's,
@@ -284,7 +285,7 @@ def encode_characters(stoi, text):
 
 
 def join(parts, dtype):
-    """Returns the ids of all parts in one array."""
+    """Concatenates lists or arrays of token ids to one array, of type `dtype`."""
     return np.concatenate([np.zeros(0, dtype), *(np.array(part, dtype) for part in parts)])
 
 
@@ -488,9 +489,9 @@ def bytes_of_tokens(files):
 
 
 def count_token_bytes(path, vocabulary, mask=None):
-    """Returns the number of bytes that all tokens of a file stand for; None if the bytes of a token
-    are unknown. mask: the path of a file of masks; if given, only tokens that count are
-    included."""
+    """Returns the number of bytes of text that the tokens in the file `path` stand for; None if the
+    bytes of a token are unknown. mask: the path of a file with a byte for each token; if it is
+    given, only tokens with a byte of 1, those that count in the loss, are included."""
     of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None

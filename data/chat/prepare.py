@@ -131,10 +131,13 @@ def give_up(folder):
 
 
 def cut_back(journal, files, widths):
-    """Truncates the open files of ids, masks and bytes, and the journal, to the rows that are
-    complete. If tokens of these rows are missing, truncates all files to nothing. Returns (Told;
-    [lengths of each example]; the number of rows). widths: the number of bytes per token in each
-    file."""
+    """Truncates the open files of an interrupted call to the rows that are complete. If tokens of
+    these rows are missing, truncates all files to nothing.
+
+    journal: the journal, which has a line for each complete row. files: the files of ids, masks and
+    bytes. widths: the number of bytes per token in each of `files`. Returns (Told; a list with the
+    lengths, in tokens, of the conversations of each row, without rows that were left out; the
+    number of rows, with them)."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
@@ -158,8 +161,9 @@ def cut_back(journal, files, widths):
 
 
 def encode_row(row, enc):
-    """Returns ([Encoded] of the conversations of a row; the row's line of the journal). The line
-    has the lengths of the conversations, and what Told counts. Raises UserError if the row is not
+    """Returns (a list with the Encoded of each conversation of a row; the row's line of the
+    journal, a dict). The list is empty if the row is left out. The line has the lengths of the
+    conversations, and what Told counts. enc: an HFTokenizer. Raises UserError if the row is not
     valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
