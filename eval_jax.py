@@ -236,10 +236,10 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     """Returns the rows (ids, start) of items[index], one for each option; ids[start:] are scored.
     The tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py.
 
-    In a bundle, rows are made as in nanochat instead: n_examples other items with their answers
-    come first. The scored tokens are: in multiple choice, the tokens after the common beginning of
-    the options; in a schema, the common end of the options; in language modeling, the
-    continuation."""
+    in_bundle: whether the task is of a bundle. If so, rows are made as in nanochat instead:
+    n_examples other items with their answers come first. The scored tokens are then: in multiple
+    choice, the tokens after the common beginning of all options; in a schema, the common end of all
+    options; in language modeling, the continuation. n_examples, delimiter: see read_bundle."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]

@@ -574,7 +574,7 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 def llama_names(config, naming):
     """Returns {module: its name on disk} of the modules of a layer, for the families that use
     Llama's tensor names: for example {'attn/c_proj': 'self_attn.o_proj'}. Both names are relative
-    to the layer."""
+    to the layer. naming: the family's Naming."""
     # The names that depend on the family, or on the compression of queries.
     attention = 'self_attn'
     mlp = naming.mlp
@@ -608,8 +608,8 @@ LEAF_NAMES = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_
 
 
 def llama_tensor_maps(config, naming):
-    """Returns {path: [TensorMap]} for the families that use Llama's tensor names. Linear layers are
-    [out, in] on disk."""
+    """Returns {path of a parameter: [TensorMap]} for the families that use Llama's tensor names.
+    The kernels of linear layers are [out, in] on disk. naming: the family's Naming."""
     names = llama_names(config, naming)
     rows = latent_rows(config, naming)
     tensor_maps = {}
@@ -864,9 +864,10 @@ def load_weights(source, config, layout, change=None):
     (parameters; a CRC-32 checksum of the file's parameters). source: as path_or_name in
     load_pretrained.
 
-    change: a function of (path in the tree, array). It is applied to each float32 parameter before
-    the parameter is moved to its devices and before the next parameter is read. config: the run's
-    GPTConfig. A table of position embeddings is truncated to config.block_size rows."""
+    change: a function of (path in the tree, array) that returns the value to use instead. It is
+    called for each float32 parameter before the parameter is moved to its devices and before the
+    next parameter is read. config: the run's GPTConfig. A table of position embeddings is truncated
+    to config.block_size rows."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc
@@ -883,8 +884,8 @@ class Placing:
         self.crc = 0
 
     def __call__(self, path, array):
-        """Adds a float32 parameter to the checksum. Returns the parameter, after `change`, on its
-        devices. path: its path in the tree of parameters."""
+        """Adds a float32 parameter to the checksum. Then truncates it if it is wpe, applies
+        `change`, and returns it on its devices. path: its path in the tree of parameters."""
         self.crc = zlib.crc32(np.ascontiguousarray(array), self.crc)
         if path == ('wpe',):
             array = array[:self.config.block_size]

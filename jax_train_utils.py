@@ -346,9 +346,10 @@ def initial_loss_scale() -> dict:
 
 
 def create_updates(rng: Array, params: dict, rank: int) -> dict:
-    """Returns LoRA's updates: {'a': [I, rank], 'b': [rank, O]} for every kernel [I, O] of attention
-    and MLPs, but none for routers and experts. a is random and b is zero, so that the first forward
-    pass gives the same as the base model."""
+    """Returns LoRA's updates of the model with the parameters `params`: a tree that has {'a': [I,
+    rank], 'b': [rank, O]} in place of every kernel [I, O] of attention and MLPs. All other
+    parameters, and the kernels of routers and experts, are left out. a is random and b is zero, so
+    that the first forward pass gives the same as the base model."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2

@@ -730,9 +730,10 @@ def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 
 def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
-    """Returns the number of slots of a layer's cache: min(n_slots, attention span). A complete ring
-    of 2,048 slots or more gets PIECE (512) extra slots. Without these, update_ring_cache would
-    concatenate the old cache and the new keys for each piece of a prompt, and so copy the cache."""
+    """Returns the number of slots of a layer's cache: min(n_slots, attention span), where n_slots
+    is the number that is asked for. A complete ring of 2,048 slots or more gets PIECE (512) extra
+    slots. Without the extra slots, update_ring_cache would concatenate the old cache and the new
+    keys for each piece of a prompt, and so copy the cache."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
@@ -749,7 +750,8 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
                n_draft: int = 0, *, as_bits: bool = False) -> dict:
     """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see THE SLOT RULE above.
 
-    A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
+    n_slots: the number of slots that is asked for. A layer gets count_slots(config, layer_type,
+    n_slots) + n_draft slots. In calls with the cache, padding must have the position PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's dtype.
     n_draft: how many draft tokens a step may reject. The next step writes other tokens at the
     positions of the rejected tokens. Without the n_draft extra slots, a rejected token in a ring

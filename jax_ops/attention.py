@@ -473,10 +473,12 @@ def attend_block(common, first, first_key, block):
 
 def count_probs(common, first, first_key, shape):
     """Returns an index for each attention probability of a block, uint32 [G, T Q, S], for dropout
-    to hash. The indices are entries of flat_index([H / Q, n_positions Q, n_positions]) of the whole
-    sequence on all devices, so that several devices drop the same probabilities as one device.
+    to hash. It is the flat index of the probability in the array [all key heads, n_positions Q,
+    n_positions] of the whole sequence on all devices. So several devices drop the same
+    probabilities as one device.
 
-    first, first_key: positions of the block's first query and first key. shape: [G, T Q, S]."""
+    common: a Common. first, first_key: positions of the block's first query and first key. shape:
+    [G, T Q, S]."""
     g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
     g += jnp.uint32(common.dropout.first_group)  # this device has the key heads from there on
     tq += jnp.uint32(first * common.Q)

@@ -19,12 +19,13 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """On a mesh, returns the parameter all-gathered over fsdp. Without a mesh, returns the
-    parameter unchanged. The gather moves the parameter in `dtype`, which reduces traffic. The
-    result is cast back to the parameter's own dtype, with values that are rounded to `dtype`. The
-    gradient is summed in the parameter's dtype.
+    """All-gathers a parameter over fsdp. Without a mesh, returns the parameter unchanged. The
+    gather moves the parameter in `dtype`, which reduces traffic. The result is cast back to the
+    parameter's own dtype, with values that are rounded to `dtype`. The gradient is summed in the
+    parameter's dtype.
 
-    tp: the shardings of the parameter, (storage, compute)."""
+    tp: the shardings of the parameter before and after the gather, such as COLUMN_PARALLEL; () if
+    the parameter is not sharded."""
     if not current_mesh():
         return param
 
@@ -196,8 +197,9 @@ class Kernel:
         return self
 
     def fused_linear(self, x, bias, widths):
-        """Computes jnp.split(linear(x, kernel, bias), ...) and returns the list. The kernel [I,
-        sum(widths)] holds the kernels of several projections side by side, as c_attn does.
+        """Computes linear(x, kernel, bias), and splits the result on its last axis into parts of
+        `widths` columns. Returns the list of the parts. The kernel [I, sum(widths)] holds the
+        kernels of several projections side by side, as c_attn does.
 
         With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
         Columns that are stored in another order are reordered first. The returned list is the same
@@ -220,8 +222,8 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """For a kernel that is a stack of matrices [E, I, O]: returns whether choose() can be used
-        for n_rows rows of x."""
+        """For a kernel that is a stack of matrices [E, I, O]: returns whether choose() can give
+        each of n_rows rows of x a matrix of its own, see Chosen."""
         return False
 
 
@@ -432,8 +434,9 @@ def linear(x, kernel, bias=None, *, tp=()):
 
 
 def fused_linear(x, kernel, bias, widths):
-    """Computes jnp.split(linear(x, kernel, bias), ...) and returns the list. The kernel [I,
-    sum(widths)] holds the kernels of several projections side by side, as c_attn does.
+    """Computes linear(x, kernel, bias), and splits the result on its last axis into parts of
+    `widths` columns. Returns the list of the parts. The kernel [I, sum(widths)] holds the kernels
+    of several projections side by side, as c_attn does.
 
     With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
     Columns that are stored in another order are reordered first. The returned list is the same in

@@ -52,11 +52,11 @@ class Told(NamedTuple):
 
 class Read(NamedTuple):
     """The conversations of a file, in the order of its rows."""
-    ids: np.ndarray  # of all of them, one after the other, on the disk
-    mask: np.ndarray
-    n_bytes: np.ndarray  # of the text that each token stands for
-    ends: np.ndarray  # where each ends
-    n_each: int  # 1, or of pairs 2
+    ids: np.ndarray  # the tokens of all conversations, one after the other, on the disk
+    mask: np.ndarray  # 1 for each token that counts in the loss
+    n_bytes: np.ndarray  # number of bytes of the text that each token stands for
+    ends: np.ndarray  # conversation i ends before index ends[i] of the arrays above
+    n_each: int  # conversations of a row: 1, or 2 if the rows are pairs
     told: Told
 
     def slice(self, i):
