@@ -284,9 +284,10 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     """Returns {'accuracy', 'accuracy_norm', 'n'} of a task. For a task of a CORE bundle (see
     read_bundle), the result also has 'centered': 0 is as good as guessing, 1 is every item right.
 
-    guessing: the accuracy of guessing in a task of a bundle; None for any other task. In a bundle,
-    as in nanochat, prompts are cut to max_length tokens, and the model's answer for 'accuracy' is
-    the option with the highest log-probability per token."""
+    The parameters are those of a task, see read_tasks. guessing: the accuracy of guessing in a task
+    of a bundle; None for any other task. In a bundle, as in nanochat, prompts are cut to max_length
+    tokens, and the model's answer for 'accuracy' is the option with the highest log-probability per
+    token."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []

@@ -318,9 +318,10 @@ def embed_prompts(tables: dict, idx_BxT: Array, position_BxT: Array, *,
 def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, position_BxT: Array, *,
                   config: GPTConfig, layer: tuple, is_last: bool) -> tuple[Stream | None, dict]:
     """Adds one piece of the prompts to the cache of one layer. Returns (the Stream into the next
-    layer; the layer's new cache). params, cache: those of the layer. layer: the layer's result of
-    GPTConfig.layer. is_last: whether to return None in place of the Stream; then only the layer's
-    keys and values are computed."""
+    layer; the layer's new cache). params, cache: those of the layer. stream: the Stream into the
+    layer. idx_BxT, position_BxT: as in prefill. layer: the layer's result of GPTConfig.layer.
+    is_last: whether to return None in place of the Stream; then only the layer's keys and values
+    are computed."""
     call = create_call(idx_BxT, position_BxT)
     stream, cache = Block(config, *layer).bind({'params': params})(stream, call, cache)
     return None if is_last else stream, cache
@@ -362,7 +363,8 @@ def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, m
 
 def drafts_are_useless(drafted: Any, accepted: Any, batch_size: int) -> Any:
     """Returns whether drafts cost more than they save: at least 64 drafts per row were proposed,
-    and fewer than 30% of them accepted. drafted, accepted: totals over all rows."""
+    and fewer than 30% of them accepted. drafted, accepted: the numbers of drafts that were proposed
+    and accepted, of all batch_size rows together."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
@@ -1039,9 +1041,10 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
     """Scores the Rows of `groups`, and writes the results into the Rows. There must be no more
     than `most` groups.
 
-    The tokens that the rows of a group share are prefilled once. Then the remaining tokens of the
-    rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
-    tokens. In each row the tokens from `start` on are scored."""
+    The tokens that the rows of a group share are prefilled once. After that, the remaining tokens
+    of the rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
+    tokens. In each row the tokens from its `start` on are scored. cache_dtype, with_top: as in
+    score."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))

@@ -274,8 +274,9 @@ def adapter_modules(updates, config, family):
 
 
 def module_in_transformers(module, family):
-    """Returns the name of a module in AutoModelForCausalLM. module: its name on disk. The two names
-    differ for the language model inside a model for images."""
+    """Returns the name of a module in transformers' AutoModelForCausalLM. module: its name on disk.
+    family: a model_type of Hugging Face. The two names differ for the language model inside a model
+    for images."""
     bare = module.removeprefix('language_model.')
     if bare != module and family == 'gemma3':
         return f"model.language_model.{bare.removeprefix('model.')}"
@@ -646,7 +647,8 @@ def latent_rows(config, naming):
     """Returns {module: the indices of its rows on disk, in the order that apply_rope needs}.
 
     For a model with multi-head latent attention that has the channels of RoPE interleaved on disk,
-    the modules are attn/q_b and attn/kv_a. For other models, returns {}."""
+    the modules are attn/q_b and attn/kv_a. For other models, returns {}. naming: the family's
+    Naming."""
     mla = config.mla
     if not mla or not naming.interleaved_rope:
         return {}
@@ -675,7 +677,8 @@ def family_tensor_maps(config, family, prefix=''):
 
 def qkv_tensor_maps(config, naming, name, leaf):
     """Returns the TensorMaps of c_attn, in which q, k and v are side by side. Query heads may share
-    key and value heads. name: the attention's name on disk. leaf: 'kernel' or 'bias'."""
+    key and value heads. naming: the family's Naming. name: the attention's name on disk. leaf:
+    'kernel' or 'bias'."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -699,9 +702,9 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
     """Returns the TensorMaps of one matrix or bias of all experts. Each expert has a TensorMap of
     its own, because its tensor may be dequantized while it is read.
 
-    name: the experts' name on disk. ours: the name of the experts' module in GPT, such as
-    'experts_c_fc'. leaf: 'kernel' or 'bias'. shape: the parameter's shape, [E, in, out] or [E,
-    out]."""
+    naming: the family's Naming. name: the experts' name on disk. ours: the name of the experts'
+    module in GPT, such as 'experts_c_fc'. leaf: 'kernel' or 'bias'. shape: the parameter's shape,
+    [E, in, out] or [E, out]."""
     E, *_, n_out = shape
     names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
 

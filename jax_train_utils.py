@@ -520,7 +520,8 @@ def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed
 
 
 def token_losses(config: GPTConfig, loss_chunk: int, batch: dict, params: dict) -> Array:
-    """Computes the loss of each token of a batch, float32 [B, T], without dropout."""
+    """Computes the loss of each token of a batch, float32 [B, T], without dropout. batch: x, y and,
+    for packed rows, start [B, T]. loss_chunk: see make_train_step."""
     model = GPT(config).bind({'params': params})
     return model.loss(
         batch['x'], batch['y'], loss_chunk=loss_chunk, start_BxT=batch.get('start'))

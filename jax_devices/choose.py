@@ -82,8 +82,8 @@ def why_not_flash(config):
 
 
 def why_not_cudnn(config, device, *, tensor=1, context=1):
-    """Returns why cuDNN's attention cannot train this model on this device, or None if it can. The
-    last check compiles the attention."""
+    """Returns why cuDNN's attention cannot train this model on this device, a text; None if it can.
+    The last check compiles the attention. tensor, context: as in choose_attention."""
     if context > 1:
         return 'it does not shard a sequence'
 
@@ -144,8 +144,8 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
 
 
 def why_not_splash(config, device, *, tensor=1, context=1):
-    """Returns why TPUs' splash attention cannot train this model on this device, or None if it
-    can."""
+    """Returns why TPUs' splash attention cannot train this model on this device, a text; None if it
+    can. context: as in choose_attention. tensor: not used."""
     if device.platform != 'tpu':
         return 'it is for TPUs'
     if config.head_width not in (64, 128):

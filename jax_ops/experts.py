@@ -69,8 +69,9 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
 
 
 def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
-    """Computes mix_experts on one device that has the `weights` of the experts from first_expert
-    on. The results of other experts count as 0."""
+    """Computes mix_experts on one device that has the `weights` of some consecutive experts,
+    beginning with the expert first_expert. The results of all other experts count as 0. f,
+    scale_input, way: as in mix_experts."""
     D = x_PxD.shape[1]
     x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
     scale_PxUx1 = weight_PxU[..., None]
@@ -247,7 +248,8 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
 
 
 def block_sizes(way, R, E):
-    """Returns (rows of a block, the largest number of blocks that R rows of E experts can need)."""
+    """Returns (the number of rows of a block; the largest number of blocks that R rows of E experts
+    can need). way: one of EXPERT_WAYS (layers.py)."""
     if way == 'loop':
         # larger blocks pad more, smaller ones read weights more often
         b = max(1, min(ceil_div(R, E), 64))

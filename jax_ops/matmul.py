@@ -193,7 +193,8 @@ class Kernel:
 
     def in_rank_order(self, dtype, widths):
         """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
-        base class returns the kernel unchanged: its columns are already stored in this order."""
+        base class returns the kernel unchanged: its columns are already stored in this order.
+        widths: the number of columns of each projection, such as q, k and v."""
         return self
 
     def fused_linear(self, x, bias, widths):
@@ -238,7 +239,8 @@ class Plain(Kernel, struct.PyTreeNode):
     def in_rank_order(self, dtype, widths):
         """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
         stored kernel is sharded by rows, so that each device orders the columns of its own rows.
-        Then an all-to-all moves the columns to their ranks, once per step."""
+        After that, an all-to-all moves the columns to their ranks in `dtype`, once per step.
+        widths: the number of columns of each projection, such as q, k and v."""
         n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
         if n_ranks == 1:
             return self
@@ -286,7 +288,7 @@ class Int8(Kernel, struct.PyTreeNode):
         return matmul_int8(x, self.values, self.scale, tp)
 
     def embed(self, idx_BxT, dtype):
-        """Looks up rows of the table, see embed_tokens."""
+        """Returns the rows idx_BxT of the table, [B, T, D], in dtype; see embed_tokens."""
         x_BxTxD = as_int8(jnp.take(self.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         scale_BxT = jnp.take(self.scale, idx_BxT, mode='clip')
         return x_BxTxD * scale_BxT[..., None].astype(dtype)

@@ -163,8 +163,8 @@ def rule_of(name):
 
 
 def shard_params(tree, *, over_replicas=False):
-    """On a mesh, returns parameters, gradients or optimizer state sharded by partition_specs.
-    Without a mesh, returns the tree unchanged."""
+    """Returns a tree of parameters, gradients or optimizer state; on a mesh, sharded by
+    partition_specs. over_replicas: see partition_specs."""
     mesh = current_mesh()
     if mesh is None:
         return tree

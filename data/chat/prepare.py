@@ -71,8 +71,9 @@ def read_examples(path, enc, vocabulary, folder, source):
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
     Called again with the same source, as after a kill, the function continues after the rows in
-    the journal. folder: the folder of the data set. source: a JSON value that distinguishes this
-    command from other commands. If a row is not valid, removes the files and raises UserError."""
+    the journal. enc: an HFTokenizer. vocabulary: its Vocabulary. folder: the folder of the data
+    set. source: a JSON value that distinguishes this command from other commands. If a row is not
+    valid, removes the files and raises UserError."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
@@ -186,8 +187,9 @@ def why_left_out(example):
 
 
 def encode_example(example, enc):
-    """Returns ([Encoded] of the conversations of an Example; warnings of find_lost). Raises
-    UserError if the template refuses a conversation or leaves out an answer."""
+    """Returns (a list with the Encoded of each conversation of an Example; a list of the warnings
+    of find_lost). enc: an HFTokenizer. Raises UserError if the chat template refuses a conversation
+    or leaves out an answer."""
     encoded = []
     lost = []
     for messages, counted in zip(example.conversations, example.counted):
@@ -207,7 +209,7 @@ def check_ends(ids, mask, enc):
     Raises UserError if no answer ends with a special token or a stop token, because a model that
     learns from these answers would never stop.
 
-    ids, mask: the arrays of all conversations, one after the other."""
+    ids, mask: the arrays of all conversations, one after the other. enc: an HFTokenizer."""
     # Where a text ends answers, the first of them have it.
     if enc.stop_texts:
         first = enc.tokenizer.decode(ids[:2**16][mask[:2**16] == 1].tolist(),
@@ -247,8 +249,8 @@ def pack(read, chosen, size, folder, split):
 
     Places the longest conversation first, and each conversation into the fullest row that has space
     for it. Only a conversation longer than a row is cut. A conversation is left out if no token
-    counts in the part that would remain. The mask is 2 where a conversation or the padding
-    starts."""
+    counts in the part that would remain. The mask is 2 where a conversation or the padding starts.
+    read: a Read. split: 'train' or 'val'."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -323,7 +325,8 @@ def check_template_tokens(name, enc):
 
 def check_prompts(told, n, enc):
     """Raises UserError if all n conversations have the warning OTHER_PROMPT: the tokens that ask
-    for an answer are not the tokens that come before the answer in training."""
+    for an answer are not the tokens that come before the answer in training. told: the Told that
+    counts the warnings. enc: an HFTokenizer."""
     if told.lost[OTHER_PROMPT] < n:
         return
     ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])

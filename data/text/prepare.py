@@ -204,7 +204,8 @@ def write_tokens(folder, source, texts, vocabulary, num_threads):
     dict: for 'train' and for 'val' the number of tokens of each piece.
 
     source: a JSON value that identifies the command. If the last call had the same source and was
-    interrupted, the function continues after the last piece with a number in lengths.part.bin."""
+    interrupted, the function continues after the last piece with a number in lengths.part.bin.
+    texts: a Texts. num_threads: the number of threads that tokenize."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
