@@ -86,7 +86,7 @@ def linear(p, x):
     return x @ p['kernel'] + p.get('bias', 0)
 
 def attention(p, x_BxTxD, cfg, cache=None, first=0):
-    """Returns (y_BxTxD; the new cache). cache: keys, values before x. first: x[:, 0]'s position."""
+    """Returns (y_BxTxD; the new cache). cache: keys and values of the `first` tokens before x."""
     B, T, D = x_BxTxD.shape
     H, K = cfg.n_head, D // cfg.n_head
     # queries, keys and values of all heads, in one product; S is T until the cache is added
