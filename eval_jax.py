@@ -81,11 +81,13 @@ def at(place, function, *args):
 # files of tasks
 
 def read_items(path, kind=''):
-    """Returns the items of a file of JSON lines. Adds 'kind', 'index' and 'place' to each item.
+    """Returns the items of a file of JSON lines, a list of dicts. Adds three keys to each item:
+    'kind', a key of KINDS; 'index', the item's index in the file; 'place', the file and line, for
+    messages.
 
-    kind: the kind of all items; their keys beyond those of this kind are ignored. If '', the kind
-    of each item is found from its keys. Raises UserError if a line is not an item, and names the
-    line; also if the file has no items."""
+    kind: the kind of all items; keys that this kind does not have are ignored. If it is '', the
+    kind of each item is found from its keys. Raises UserError if a line is not an item, and names
+    the line; also if the file has no items."""
     items = []
     for number, line in enumerate(read_text(path).split('\n'), 1):
         if not line.strip():
@@ -101,8 +103,8 @@ def read_items(path, kind=''):
 
 
 def read_item(line, kind):
-    """Returns the item in a line, with its kind added under 'kind'. Raises UserError if the line is
-    not an item."""
+    """Returns the item in a line of JSON, with its kind added under 'kind'. kind: see read_items.
+    Raises UserError if the line is not an item."""
     item = parse_json(line, 'it')
     kind = find_kind(item, kind)
     keys = KINDS[kind]
@@ -175,7 +177,8 @@ def pairs(item, delimiter):
 
 def read_bundle(folder):
     """Returns the tasks of a folder in the form of DCLM's CORE bundle: [(name; items; number of
-    examples; delimiter; accuracy of guessing)]. Raises UserError if the folder has another form."""
+    few-shot examples; delimiter between context and continuation; accuracy of guessing)]. Raises
+    UserError if the folder has another form."""
     import yaml
     read = []
     try:
@@ -217,8 +220,10 @@ def text_of(task, name, default=None):
 
 
 def read_tasks(path):
-    """If `path` is a folder, returns the tasks that read_bundle finds. Otherwise returns a list of
-    one task. Its items are those of the file `path`; it has no examples and no chance accuracy."""
+    """Returns a list of tasks in the form of read_bundle, (name; items; number of examples;
+    delimiter; accuracy of guessing). If `path` is a folder, these are the tasks of the bundle. If
+    `path` is a file, there is one task: the file's name without its suffix, its items, 0 examples,
+    a space, and None as the accuracy of guessing."""
     if os.path.isdir(path):
         return read_bundle(path)
     return [(Path(path).stem, read_items(path), 0, ' ', None)]
@@ -231,10 +236,10 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     """Returns the rows (ids, start) of items[index], one for each option; ids[start:] are scored.
     The tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py.
 
-    In a bundle, rows are made as in nanochat instead: n_examples other items with their answers
-    come first. The scored tokens are: in multiple choice, the tokens after the common beginning of
-    the options; in a schema, the common end of the options; in language modeling, the
-    continuation."""
+    in_bundle: whether the task is of a bundle. If so, rows are made as in nanochat instead:
+    n_examples other items with their answers come first. The scored tokens are then: in multiple
+    choice, the tokens after the common beginning of all options; in a schema, the common end of all
+    options; in language modeling, the continuation. n_examples, delimiter: see read_bundle."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
@@ -279,9 +284,10 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     """Returns {'accuracy', 'accuracy_norm', 'n'} of a task. For a task of a CORE bundle (see
     read_bundle), the result also has 'centered': 0 is as good as guessing, 1 is every item right.
 
-    guessing: the accuracy of guessing in a task of a bundle; None for any other task. In a bundle,
-    as in nanochat, prompts are cut to max_length tokens, and the model's answer for 'accuracy' is
-    the option with the highest log-probability per token."""
+    The parameters are those of a task, see read_tasks. guessing: the accuracy of guessing in a task
+    of a bundle; None for any other task. In a bundle, as in nanochat, prompts are cut to max_length
+    tokens, and the model's answer for 'accuracy' is the option with the highest log-probability per
+    token."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []
@@ -340,8 +346,9 @@ def evaluate_text(path):
 
 
 def report(group, name, evaluate, *args):
-    """Evaluates a text or a task by evaluate(*args). Keeps the result in results[group][name], and
-    prints the result with the seconds that the evaluation took."""
+    """Evaluates a text or a task by evaluate(*args), a dict. Keeps the result in
+    results[group][name], and prints it with the seconds that the evaluation took. group: 'texts' or
+    'tasks'."""
     started = time.perf_counter()
     found = evaluate(*args)
     results[group][name] = found

@@ -414,7 +414,8 @@ def did_you_mean(name, known):
 
 
 def hint_for(name, flags, script):
-    """Returns a hint for the user about an unknown flag."""
+    """Returns a hint for the user about the unknown flag `name`, such as 'did you mean --n_layer?'.
+    flags: the known flags, by name. script: the path of the script."""
     if name == 'config':
         return f'a config file is given by its path alone: python {Path(script).name} config/FILE.py'
     near = nearest_names(name, flags)
@@ -560,9 +561,10 @@ def is_read(script, name, flags):
 
 
 def check_needs(script, flags, given):
-    """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts such a flag if its
-    value is off (0, '', False), or if the user has also given, with any value, the flag in its
-    condition (the `switch`).
+    """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts such a flag in two
+    cases: its value is off (0, '', False); or the user has also given its switch, the flag in its
+    condition, with any value. Example: --lora_alpha=8 alone raises UserError, but is accepted
+    beside --lora_rank=0.
 
     flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""

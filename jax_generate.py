@@ -267,8 +267,9 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
 
 def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, token_B: Array,
                     is_next_BxN: Array, controls: Controls) -> DecodeState:
-    """Returns the state with the log-probabilities of token_B written where is_next_BxN is True.
-    plain_BxV: the model's logits. logits_BxV: the logits that token_B was drawn from."""
+    """Writes two log-probabilities of each token in token_B into the state: logprob_BxN, by the
+    model's logits plain_BxV; and sampling_logprob_BxN, by logits_BxV, the logits that the token was
+    drawn from. Returns the new state. is_next_BxN: True where the token of each row is written."""
     logprob_B = log_probability(shard(plain_BxV, None, None), token_B)
     if controls.temperature is None:  # the likeliest token is certain
         sampling_logprob_B = jnp.zeros_like(logprob_B)
@@ -284,9 +285,9 @@ def append_logprobs(state: DecodeState, plain_BxV: Array, logits_BxV: Array, tok
 
 def prefill(params: dict, cache: dict, idx_BxT: np.ndarray, position_BxT: np.ndarray, *,
             config: GPTConfig, with_output: bool = False) -> Any:
-    """Returns the KV cache with one piece of the prompts added. If with_output, returns (the last
-    layer's output [B, T, D]; the cache). idx_BxT: the tokens of the piece. position_BxT: their
-    positions, PAD for padding.
+    """Adds one piece of the prompts, T tokens of each row, to the KV cache. Returns the new cache.
+    If with_output, returns (the last layer's output [B, T, D]; the new cache). idx_BxT: the tokens
+    of the piece. position_BxT: their positions, PAD for padding.
 
     Each layer is a call of its own, because XLA then compiles one layer of each kind instead of all
     layers."""
@@ -316,8 +317,11 @@ def embed_prompts(tables: dict, idx_BxT: Array, position_BxT: Array, *,
 @functools.partial(jax.jit, donate_argnames='cache', static_argnames=('config', 'layer', 'is_last'))
 def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, position_BxT: Array, *,
                   config: GPTConfig, layer: tuple, is_last: bool) -> tuple[Stream | None, dict]:
-    """Returns (the Stream into the next layer; the layer's cache). If is_last, the Stream is None,
-    and the layer is computed only as far as its cache needs."""
+    """Adds one piece of the prompts to the cache of one layer. Returns (the Stream into the next
+    layer; the layer's new cache). params, cache: those of the layer. stream: the Stream into the
+    layer. idx_BxT, position_BxT: as in prefill. layer: the layer's result of GPTConfig.layer.
+    is_last: whether to return None in place of the Stream; then only the layer's keys and values
+    are computed."""
     call = create_call(idx_BxT, position_BxT)
     stream, cache = Block(config, *layer).bind({'params': params})(stream, call, cache)
     return None if is_last else stream, cache
@@ -359,7 +363,8 @@ def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, m
 
 def drafts_are_useless(drafted: Any, accepted: Any, batch_size: int) -> Any:
     """Returns whether drafts cost more than they save: at least 64 drafts per row were proposed,
-    and fewer than 30% of them accepted. drafted, accepted: totals over all rows."""
+    and fewer than 30% of them accepted. drafted, accepted: the numbers of drafts that were proposed
+    and accepted, of all batch_size rows together."""
     return (drafted >= 64 * batch_size) & (accepted < 0.3 * drafted)
 
 
@@ -449,9 +454,10 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
 # the Decoder calls the compiled functions
 
 def commit(tree: Any, params: dict) -> Any:
-    """Returns `tree`, committed to the device of `params` as results of compiled functions are.
-    Without this, decode and prefill would be compiled twice: for an uncommitted tree, and for their
-    own results. If `params` are on several devices, returns the tree unchanged."""
+    """Returns the tree of arrays `tree` on the device of `params`, committed to it in jax's sense.
+    Results of compiled functions are committed, too. Without this, decode and prefill would be
+    compiled twice: for an uncommitted tree, and for their own results. If `params` are on several
+    devices, returns the tree unchanged."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
@@ -525,9 +531,9 @@ class Decoder:
         self.state = self.state.replace(cache=commit(cache, self.params))
 
     def read_prompts(self) -> None:
-        """Prefills the cache with each row of `unread` except its last token, which the first decode
-        step feeds. A row that is too long for the cache is left out. Equal prompts are computed
-        once."""
+        """Prefills the cache with the prompts in `unread`, each without its last token, which the
+        first decode step feeds. A row that is too long for the cache is left out. Equal prompts are
+        computed once."""
         assert self.unread is not None
         tokens_BxT, length_B, n_held, least_width = self.unread
         self.unread = None
@@ -608,13 +614,14 @@ class Decoder:
 
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (rows: the indices of the rows to prefill; row_B). The prompt of row b, its first
-    end_B[b] tokens, is also the prompt of the row rows[row_B[b]].
+    """Chooses one row of each distinct prompt, to prefill equal prompts once. The prompt of row b
+    is its first end_B[b] tokens. Returns (rows, the indices of the chosen rows; row_B). The prompt
+    of row b is equal to that of row rows[row_B[b]]. Example: for the prompts a a a b a, returns
+    ([0, 3]; [0, 0, 0, 1, 0]).
 
-    One row of each distinct prompt is prefilled. Copies of the first of these rows are added until
-    the number of rows is a power of two, so that a different number of distinct prompts rarely
-    causes a compilation. If this power of two is at least the number of all rows, all rows are
-    prefilled instead."""
+    The first index in `rows` is repeated at the end until the length of `rows` is a power of two,
+    so that another number of distinct prompts rarely causes a compilation. If this power of two is
+    at least the number of all rows, all rows are chosen instead."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -674,7 +681,8 @@ class PrefixCache:
         return cache, self.n_slots, n_common
 
     def keep(self, decoder: Decoder) -> None:
-        """Takes the cache of a Decoder, for the next call."""
+        """Keeps the cache and the tokens of a Decoder for the next take(). Keeps nothing if the
+        Decoder was interrupted, because its cache is then deleted."""
         self.cache = None
         state = decoder.state
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
@@ -700,8 +708,8 @@ class GenerationResult(NamedTuple):
     lengths: np.ndarray  # int32 [B]: tokens[b, :lengths[b]] are the tokens of row b
     steps: int = 0  # decode steps after the first token
     cache_bytes: int = 0  # bytes of the cache that the last step read
-    drafted: int = 0  # number of drafts; the next is the number of accepted ones
-    accepted: int = 0
+    drafted: int = 0  # number of drafts that were proposed
+    accepted: int = 0  # number of drafts that were accepted
     # why each row ended: 'stop' (a stop token, or the caller), 'length' (max_new_tokens), or '' if
     # it goes on
     finish_reasons: tuple = ()
@@ -958,14 +966,16 @@ class Row(NamedTuple):
 def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
           batch_size: int = 16, cache_dtype: str = 'auto',
           with_top: bool = False) -> list[list[tuple]]:
-    """Returns the natural log-probabilities of given tokens: for each item a list with one pair per
-    row. A row is (ids, start), and the n tokens ids[start:] are scored; start is at least 1. The
-    pair of a row has their log-probabilities, float32 [n], and whether each of them is a likeliest
-    token at its position, bool [n].
+    """Scores given tokens. An item is a list of rows. A row is (ids, start), and its n tokens
+    ids[start:] are scored; start is at least 1.
+
+    Returns a list with one list for each item, with one pair for each row of the item: (the natural
+    log-probabilities of the n tokens, float32 [n]; whether each token is a likeliest token at its
+    position, bool [n]).
 
     params: the parameters in the form for decoding.
-    items: lists of rows. The beginning that all rows of an item have in common is computed once,
-    and the rows share its KV cache.
+    items: the list of items. The beginning that all rows of an item have in common is computed
+    once, and the rows share its KV cache.
     max_length: the most tokens of context; 0 is the config's block_size. A longer row is split by
     windows(); the rows of its item then share nothing.
     batch_size: how many rows of up to PIECE tokens are computed together; fewer if rows are longer.
@@ -1025,10 +1035,11 @@ def longest_row(group: list[Row]) -> int:
 
 
 def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (first, scored, end) for each window of a text of n_tokens tokens. The model reads
-    tokens first .. end - 2, at most max_length of them, and predicts tokens scored .. end - 1. Each
-    token from `start` on is predicted in exactly one window. The last window reads more of
-    the earlier tokens, so that it is full (as in lm-eval)."""
+    """Yields the indices (first, scored, end) of each window of a text of n_tokens tokens. In a
+    window the model reads tokens[first:end - 1], at most max_length tokens, and predicts
+    tokens[scored:end]. Each of tokens[start:] is predicted in exactly one window. The last window
+    begins earlier where it would otherwise be shorter than max_length (as in lm-eval). Example:
+    windows(4, 1, 2) yields (0, 1, 3) and (1, 3, 4)."""
     while start < n_tokens:
         end = min(n_tokens, start + max_length)
         yield max(0, end - max_length - 1), start, end
@@ -1040,9 +1051,10 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
     """Scores the Rows of `groups`, and writes the results into the Rows. Yields after each piece.
     There must be no more than `most` groups.
 
-    The tokens that the rows of a group share are prefilled once. Then the remaining tokens of the
-    rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
-    tokens. In each row the tokens from `start` on are scored."""
+    The tokens that the rows of a group share are prefilled once. After that, the remaining tokens
+    of the rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
+    tokens. In each row the tokens from its `start` on are scored. cache_dtype, with_top: as in
+    score."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1175,15 +1187,16 @@ def power_of_two(n: int) -> int:
 
 def four_per_octave(n: int, least: int) -> int:
     """Returns the smallest allowed size that is at least n. The allowed sizes are multiples of
-    `least`. From one power of two to the next there are at most four of these sizes."""
+    `least`, a power of two. From one power of two to the next there are at most four of these
+    sizes. With least=4 they are 4, 8, 12, ..., 32, 40, 48, 56, 64, 80, 96, ..."""
     step = max(least, power_of_two(n) // 8)
     return ceil_div(n, step) * step
 
 
 def piece_length(n_tokens: int, least: int) -> int:
-    """Returns the width of the pieces in which the last n_tokens of a prompt are prefilled: one of
-    few widths, because each is compiled. A piece is computed with its padding, so that a short
-    prompt has a narrow one.
+    """Returns the width of the pieces in which prompts are prefilled: 16, 64, 128 or PIECE, but at
+    least `least`. Short prompts have narrow pieces, because padding is computed, too. There are
+    only four widths, because a program is compiled for each.
 
     n_tokens: the length of the longest prompt, without the tokens that the cache holds already."""
     for most, width in ((16, 16), (64, 64), (256, 128)):

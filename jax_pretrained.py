@@ -235,9 +235,10 @@ def config_of_base(base):
 
 
 def adapter_modules(updates, config, family):
-    """Returns ({module: Halves}; [module without an update]), with transformers' module names.
-    Halves are a and b on disk, [rank, in] and [out, rank].
+    """Returns ({name of a module: Halves}; [name of each module without an update]). The names are
+    those of transformers. Halves are a and b on disk, [rank, in] and [out, rank].
 
+    family: a model_type of Hugging Face.
     updates: the tree of LoRA's a [in, rank] and b [rank, out]. If one matrix in this tree is
     several tensors on disk (q, k and v), each tensor gets the same a, and its own part of b. If
     several matrices in this tree are one tensor on disk (gate and up of Phi 3), their updates are
@@ -273,8 +274,9 @@ def adapter_modules(updates, config, family):
 
 
 def module_in_transformers(module, family):
-    """Returns the name of a module in AutoModelForCausalLM. module: its name on disk. The two names
-    differ for the language model inside a model for images."""
+    """Returns the name of a module in transformers' AutoModelForCausalLM. module: its name on disk.
+    family: a model_type of Hugging Face. The two names differ for the language model inside a model
+    for images."""
     bare = module.removeprefix('language_model.')
     if bare != module and family == 'gemma3':
         return f"model.language_model.{bare.removeprefix('model.')}"
@@ -473,7 +475,8 @@ class TensorMap(NamedTuple):
 
 @functools.lru_cache
 def param_shapes(config):
-    """Returns {path: shape} of every parameter of GPT(config). Traces one layer of each kind."""
+    """Returns {path: shape} of every parameter of GPT(config). Traces only one layer for each
+    distinct result of config.layer."""
     # A model with one layer of each kind has parameters of all shapes.
     kind_of_layer = [config.layer(i) for i in range(config.n_layer)]
     kinds = list(dict.fromkeys(kind_of_layer))
@@ -572,7 +575,7 @@ def deinterleave_rope(n_rows, head_width, rope_width):
 def llama_names(config, naming):
     """Returns {module: its name on disk} of the modules of a layer, for the families that use
     Llama's tensor names: for example {'attn/c_proj': 'self_attn.o_proj'}. Both names are relative
-    to the layer."""
+    to the layer. naming: the family's Naming."""
     # The names that depend on the family, or on the compression of queries.
     attention = 'self_attn'
     mlp = naming.mlp
@@ -606,8 +609,8 @@ LEAF_NAMES = {'kernel': 'weight', 'scale': 'weight', 'selection_bias': 'e_score_
 
 
 def llama_tensor_maps(config, naming):
-    """Returns {path: [TensorMap]} for the families that use Llama's tensor names. Linear layers are
-    [out, in] on disk."""
+    """Returns {path of a parameter: [TensorMap]} for the families that use Llama's tensor names.
+    The kernels of linear layers are [out, in] on disk. naming: the family's Naming."""
     names = llama_names(config, naming)
     rows = latent_rows(config, naming)
     tensor_maps = {}
@@ -644,7 +647,8 @@ def latent_rows(config, naming):
     """Returns {module: the indices of its rows on disk, in the order that apply_rope needs}.
 
     For a model with multi-head latent attention that has the channels of RoPE interleaved on disk,
-    the modules are attn/q_b and attn/kv_a. For other models, returns {}."""
+    the modules are attn/q_b and attn/kv_a. For other models, returns {}. naming: the family's
+    Naming."""
     mla = config.mla
     if not mla or not naming.interleaved_rope:
         return {}
@@ -673,7 +677,8 @@ def family_tensor_maps(config, family, prefix=''):
 
 def qkv_tensor_maps(config, naming, name, leaf):
     """Returns the TensorMaps of c_attn, in which q, k and v are side by side. Query heads may share
-    key and value heads. name: the attention's name on disk. leaf: 'kernel' or 'bias'."""
+    key and value heads. naming: the family's Naming. name: the attention's name on disk. leaf:
+    'kernel' or 'bias'."""
     D, H, G, K = config.n_embd, config.n_head, config.kv_heads, config.head_width
     if naming.fused:
         return [TensorMap(f'{name}.qkv_proj.weight', ((H + 2 * G) * K, D), transpose=True)]
@@ -697,9 +702,9 @@ def expert_tensor_maps(naming, name, ours, leaf, shape):
     """Returns the TensorMaps of one matrix or bias of all experts. Each expert has a TensorMap of
     its own, because its tensor may be dequantized while it is read.
 
-    name: the experts' name on disk. ours: the name of the experts' module in GPT, such as
-    'experts_c_fc'. leaf: 'kernel' or 'bias'. shape: the parameter's shape, [E, in, out] or [E,
-    out]."""
+    naming: the family's Naming. name: the experts' name on disk. ours: the name of the experts'
+    module in GPT, such as 'experts_c_fc'. leaf: 'kernel' or 'bias'. shape: the parameter's shape,
+    [E, in, out] or [E, out]."""
     E, *_, n_out = shape
     names = {'experts_c_gate': 'gate', 'experts_c_fc': 'up', 'experts_c_proj': 'down'}
 
@@ -841,7 +846,9 @@ def aligned_empty(shape, dtype):
 
 
 def release_pages(tensors):
-    """Gives back the pages of memory-mapped files, which would count as memory of this process."""
+    """Releases the pages in memory of those tensors that are memory-mapped files, because they
+    would count as memory of this process. The system reads them again when they are used. Other
+    tensors are unchanged."""
     for tensor in tensors:
         if isinstance(tensor, np.memmap) and hasattr(tensor._mmap, 'madvise'):
             tensor._mmap.madvise(mmap.MADV_DONTNEED)
@@ -860,9 +867,10 @@ def load_weights(source, config, layout, change=None):
     (parameters; a CRC-32 checksum of the file's parameters). source: as path_or_name in
     load_pretrained.
 
-    change: a function of (path in the tree, array). It is applied to each float32 parameter before
-    the parameter is moved to its devices and before the next parameter is read. config: the run's
-    GPTConfig. A table of position embeddings is truncated to config.block_size rows."""
+    change: a function of (path in the tree, array) that returns the value to use instead. It is
+    called for each float32 parameter before the parameter is moved to its devices and before the
+    next parameter is read. config: the run's GPTConfig. A table of position embeddings is truncated
+    to config.block_size rows."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc
@@ -879,8 +887,8 @@ class Placing:
         self.crc = 0
 
     def __call__(self, path, array):
-        """Adds a float32 parameter to the checksum. Returns the parameter, after `change`, on its
-        devices. path: its path in the tree of parameters."""
+        """Adds a float32 parameter to the checksum. Then truncates it if it is wpe, applies
+        `change`, and returns it on its devices. path: its path in the tree of parameters."""
         self.crc = zlib.crc32(np.ascontiguousarray(array), self.crc)
         if path == ('wpe',):
             array = array[:self.config.block_size]

@@ -141,8 +141,9 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
 
 def read_run(source, checkpoint, base, layout, dtype, quantize):
-    """Returns the LoadedModel of a run. If the best checkpoint is taken and there is a later one,
-    the LoadedModel's `warning` says so."""
+    """Returns the LoadedModel of the run in the folder `source`. If the best checkpoint is taken
+    and there is a later one, the LoadedModel's `warning` says so. The parameters are those of
+    read_model; checkpoint='' takes the best checkpoint."""
     # the checkpoint, as decoding reads it
     config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
     if lora:
@@ -162,7 +163,8 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
 
 
 def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
-    """Returns the LoadedModel of a source that load_pretrained reads."""
+    """Returns the LoadedModel of pretrained weights: a folder or hub name of Hugging Face, or a
+    ckpt.pt. The parameters are those of read_model."""
     is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
 
     def place(path, array):
@@ -312,8 +314,8 @@ class TextModel:
 
     def make_answer(self, number, request, sampling, batch):
         """Generates the answer to a request of serve. Yields None after each chunk, and at the end
-        the answer, a dict. number: the index of the request. batch: the Batch that decodes the
-        answer."""
+        the answer, a dict. number: the index of the request. sampling: a TextSampling with the
+        options that the request does not set. batch: the Batch that decodes the answer."""
         if not isinstance(request, dict):
             request = {'prompt': request}
         names = [field.name for field in dataclasses.fields(TextSampling)]
@@ -569,9 +571,9 @@ class Generation:
         self.decoder: Any = None  # a Decoder, or with a batch a Row, from begin() on
 
     def begin(self) -> None:
-        """Prepares the first chunk. If there is a batch, the row joins the batch. The row's prompt
-        is read when the batch goes on, together with the prompts of other rows that have joined
-        meanwhile."""
+        """Prefills the prompts. If there is a batch, adds the row to the batch instead. The batch
+        prefills the row's prompt when it generates its next tokens, together with the prompts of
+        other rows that have joined meanwhile."""
         with self.model.layout.mesh_context():
             decoder = self.start(reads=self.batch is None)
         self.decoder = decoder if self.batch is None else self.batch.join(decoder)
@@ -708,9 +710,11 @@ class Generation:
 
 
 def token_of_letter(text, tokenizer):
-    """Returns the id of the token whose text is the character `text`. Returns None if `text` is not
-    one character; if no token, several tokens or a special token has this text; and if tokens may
-    be longer than a character, because another token could then contain the character."""
+    """Returns the id of the only token whose text contains the character `text`. Returns None in
+    these cases:
+    - `text` is not one character;
+    - no token, several tokens or a special token has this text;
+    - the tokenizer may have tokens of several characters, which could contain `text`."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):
@@ -733,7 +737,8 @@ def rendered_prompt(model, prompt):
 
 
 def warn_if_too_long(model, prompts):
-    """Warns on stderr if a prompt has more tokens than the context of the model."""
+    """Warns on stderr if a prompt has more tokens than the context of the model. prompts: lists of
+    token ids."""
     block_size = model.config.block_size
     longest = max(len(prompt) for prompt in prompts)
     if longest > block_size:

@@ -225,11 +225,12 @@ class Objective:
 
     The functions `means` and `sums` have the arguments (loss_BxT, batch). loss_BxT is the model's
     loss of each token. batch is {'x', 'y' [B, T], ...}. Both functions return {name: scalar}.
-    means: returns the means over the samples of a training batch. The step minimizes 'loss', and
-    logs the names in `metrics`.
+    means: returns the means over the samples of a training batch. The step minimizes the 'loss'
+    among them.
     sums: returns the sums over those sequences of an evaluation's batch that have is_row [B] = 1.
-    Sequences with is_row = 0 only fill up the last batch. A sample of several sequences counts once
-    for each sequence.
+    Sequences with is_row = 0 only fill up the last batch. A sample of several sequences, such as a
+    pair of DPO, counts once for each of its sequences.
+    metrics: the names that a training step returns and logs.
     has_reference: whether the batch needs 'reference_loss' [B, T]: the loss of each token, computed
     with the model without LoRA's updates and without dropout."""
     means: Callable
@@ -247,12 +248,13 @@ def language_model_means(loss_BxT: Array, batch: dict) -> dict:
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Returns {'loss': the sum over the sequences of each sequence's mean loss}.
+    """Returns {'loss': the sum over the sequences of each sequence's mean loss}. Sequences that
+    only fill up the batch (is_row = 0) count as 0.
 
     If the batch has 'weight' [B, T], each token's loss is first multiplied by the token's weight,
-    which is 0 in sequences that only fill up the batch. If the batch has 'spelled' [B, T] (the same
-    weights, but 0 for tokens without bytes), the result also has 'spelled', the sum with these
-    weights."""
+    which is 0 in sequences that only fill up the batch. 'spelled' [B, T], if the batch has it, is
+    like 'weight', but 0 for tokens without bytes. The result then also has 'spelled', computed like
+    'loss' with 'spelled' as the weights."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -343,9 +345,10 @@ def initial_loss_scale() -> dict:
 
 
 def create_updates(rng: Array, params: dict, rank: int) -> dict:
-    """Returns LoRA's updates: {'a': [I, rank], 'b': [rank, O]} for every kernel [I, O] of attention
-    and MLPs, but none for routers and experts. a is random and b is zero, so that the first forward
-    pass gives the same as the base model."""
+    """Returns LoRA's updates of the model with the parameters `params`: a tree that has {'a': [I,
+    rank], 'b': [rank, O]} in place of every kernel [I, O] of attention and MLPs. All other
+    parameters, and the kernels of routers and experts, are left out. a is random and b is zero, so
+    that the first forward pass gives the same as the base model."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
         is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
@@ -515,7 +518,8 @@ def make_gradients(config: GPTConfig, objective: Objective, layout: Layout, seed
 
 
 def token_losses(config: GPTConfig, loss_chunk: int, batch: dict, params: dict) -> Array:
-    """Computes the loss of each token of a batch, float32 [B, T], without dropout."""
+    """Computes the loss of each token of a batch, float32 [B, T], without dropout. batch: x, y and,
+    for packed rows, start [B, T]. loss_chunk: see make_train_step."""
     model = GPT(config).bind({'params': params})
     return model.loss(
         batch['x'], batch['y'], loss_chunk=loss_chunk, start_BxT=batch.get('start'))

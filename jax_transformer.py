@@ -44,9 +44,9 @@ from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding,
 class GPTConfig:
     """The architecture. The defaults are nanoGPT's GPT (GPT-2 124M with a padded vocabulary).
 
-    The fields rope_scaling, mla and moe are groups of fields, and may be given as dicts. Tuples may
-    be given as lists. Raises UserError for impossible values, see check_numbers and
-    check_config."""
+    rope_scaling, mla and moe are a RopeScaling, an MLAConfig and a MoEConfig; each may also be
+    given as a dict of its fields. Tuples, such as layer_types, may be given as lists. Raises
+    UserError for impossible values, see check_numbers and check_config."""
     block_size: int = 1024
     vocab_size: int = 50304  # GPT-2's 50257, padded up to a multiple of 64 for efficiency
     n_layer: int = 12
@@ -98,8 +98,8 @@ class GPTConfig:
     has_gate: ClassVar[bool]
 
     def __post_init__(self) -> None:
-        """Converts dicts to groups, checks the fields, and sets the derived attributes kv_heads,
-        head_width, mlp_width and has_gate."""
+        """Converts dicts to RopeScaling, MLAConfig and MoEConfig, checks all fields, and sets the
+        derived attributes kv_heads, head_width, mlp_width and has_gate."""
         # a frozen dataclass is set by its __dict__
         for name, group in (('rope_scaling', RopeScaling), ('mla', MLAConfig), ('moe', MoEConfig)):
             values = getattr(self, name)
@@ -273,7 +273,7 @@ class CausalSelfAttention(nn.Module):
     @nn.compact
     def __call__(self, x_BxTxD: Array, stream: Stream | None = None, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
-        """Returns (y_BxTxD, the output; `stream`; the layer's new KV cache).
+        """Returns (y_BxTxD, the output; `stream`, unchanged; the layer's new KV cache).
 
         x_BxTxD: the normalized input. stream: the arrays between blocks. call: the inputs that
         all blocks share; by default, positions 0 .. T-1. cache: the layer's KV cache, see
@@ -346,8 +346,9 @@ class Block(nn.Module):
     def __call__(self, stream: Stream, call: Call | None = None,
                  cache: dict | None = None) -> tuple[Stream, dict | None]:
         """Computes x += attention(ln_1(x)); x += mlp(ln_2(x)) for x = stream.x_BxTxD, as GPT-2.
-        Other models have other norms, see BLOCK_NORMS. Returns (the new Stream; the layer's new
-        cache)."""
+        Other models have other norms, see BLOCK_NORMS. Returns (the Stream with the new x; the
+        layer's new KV cache). call: the inputs that all blocks share. cache: the layer's KV cache;
+        None is no cache."""
         cfg = self.config
         attention = LatentAttention if cfg.mla else CausalSelfAttention
         mlp = MoELayer(cfg, name='mlp') if self.is_moe else MLP(cfg, cfg.mlp_width, name='mlp')
@@ -405,8 +406,9 @@ class GPT(nn.Module):
         return self.head(stream.x_BxTxD, logit_position_B, training=False)
 
     def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
-        """Returns (logits as in __call__; the new cache). This call adds the T tokens to the KV
-        cache (see init_cache), and they attend to the cache. PAD in position_BxT marks padding."""
+        """Adds the T tokens to the KV cache, and computes their logits. A token attends to the
+        tokens in the cache up to its own position. Returns (the logits, float32 [B, T, V], as in
+        __call__; the new cache). cache: see init_cache. position_BxT: PAD marks padding."""
         stream, cache = self.hidden(idx_BxT, position_BxT, cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
@@ -498,8 +500,9 @@ def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Arr
       formula. A decode step has few queries. Its keys are slots of the cache, and the mask uses the
       positions of these keys.
 
-    key_position_BxS: positions of the keys in a KV cache; None if the keys come from the call. The
-    other parameters are those of dot_product_attention."""
+    module: the attention layer, for its config, layer_type and dropout key. call: the inputs that
+    all blocks share. key_position_BxS: positions of the keys in a KV cache; None if the keys are
+    those of the call's own tokens. The other parameters are those of dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     key_B = dropout_keys(module, call)
     T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
@@ -629,8 +632,8 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
     position_BxT = jnp.broadcast_to(position_BxT, (B, T))
 
     def positions_held(last_Bx1):
-        """Returns the position in each slot, [B, S], if the newest token is at last_Bx1; PAD for an
-        empty slot."""
+        """Returns the position of the token in each slot, [B, S]; PAD for an empty slot. last_Bx1:
+        the position of the newest token in the cache."""
         p_BxS = last_Bx1 - (last_Bx1 - jnp.arange(S)) % S
         return jnp.where(p_BxS < 0, PAD, p_BxS)
 
@@ -654,10 +657,11 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
 
 
 def write_cache(cache: dict, new_kv: dict, slot_BxT: Array) -> dict:
-    """Returns a layer's cache with new_kv {name: [B, T, G, K]} written to the slots slot_BxT.
+    """Writes new_kv {name: [B, T, G, K]} to a layer's cache: token t of row b to slot
+    slot_BxT[b, t]. Returns the new cache.
 
-    Slots that are out of range are ignored. In int8 and float8 caches each vector is quantized by
-    itself."""
+    Tokens with a slot out of range are not written. In int8 and float8 caches each vector is
+    quantized by itself."""
     new_cache = {}
     for name, x_BxTxGxK in new_kv.items():
         slots = jnp.broadcast_to(slot_BxT, x_BxTxGxK.shape[:2])
@@ -726,9 +730,10 @@ def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 
 def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
-    """Returns the number of slots of a layer's cache: min(n_slots, attention span). A complete ring
-    of 2,048 slots or more gets PIECE (512) extra slots. Without these, update_ring_cache would
-    concatenate the old cache and the new keys for each piece of a prompt, and so copy the cache."""
+    """Returns the number of slots of a layer's cache: min(n_slots, attention span), where n_slots
+    is the number that is asked for. A complete ring of 2,048 slots or more gets PIECE (512) extra
+    slots. Without the extra slots, update_ring_cache would concatenate the old cache and the new
+    keys for each piece of a prompt, and so copy the cache."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE
@@ -745,7 +750,8 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
                n_draft: int = 0, *, as_bits: bool = False) -> dict:
     """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see THE SLOT RULE above.
 
-    A layer has count_slots(...) + n_draft slots. Padding must have the position PAD.
+    n_slots: the number of slots that is asked for. A layer gets count_slots(config, layer_type,
+    n_slots) + n_draft slots. In calls with the cache, padding must have the position PAD.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's dtype.
     n_draft: how many draft tokens a step may reject. The next step writes other tokens at the
     positions of the rejected tokens. Without the n_draft extra slots, a rejected token in a ring
@@ -789,7 +795,7 @@ def grow_cache(cache: dict | None, *, config: GPTConfig, batch_size: int, n_slot
 
 @jax.jit
 def select_rows(cache: dict, rows_B: Array) -> dict:
-    """Returns a KV cache whose row i is row rows_B[i] of `cache`."""
+    """Selects rows (sequences) of a KV cache. Row i of the result is row rows_B[i] of `cache`."""
     return jax.tree.map(lambda x: x[rows_B], cache)
 
 
@@ -989,8 +995,10 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
 
 def rope_table(config: GPTConfig, layer_type: str, head_width: int,
                position_BxT: Array) -> tuple[Array, Array]:
-    """Returns (the cosines; the sines) of position * frequency_j for the F pairs of rope_of_layer,
-    times its factor, float32 [B, T, 1, F] each."""
+    """Returns (the cosines; the sines) of the angles position * frequency_j, float32 [B, T, 1, F]
+    each. The F frequencies are those of rope_of_layer, one for each pair of channels. Both results
+    are multiplied by the factor that rope_of_layer returns. layer_type, head_width: see
+    rope_of_layer."""
     frequencies, amplitude = rope_of_layer(config, layer_type, head_width)
 
     def cos_and_sin(position_BxT):
@@ -1141,7 +1149,9 @@ def geglu(config: GPTConfig, h: Array, gate: Array) -> Array:
 
 
 def swiglu_clamped(config: GPTConfig, h: Array, gate: Array) -> Array:
-    """Computes the SwiGLU of gpt-oss, with inputs that are clamped to config.swiglu_limit."""
+    """Computes the SwiGLU of gpt-oss, (h + 1) * gate * sigmoid(1.702 gate). Before that, h is
+    clamped to [-limit, limit] and gate to at most limit, where limit is config.swiglu_limit. h is
+    the output of c_fc, and `gate` is the output of c_gate."""
     gate = jnp.minimum(gate, config.swiglu_limit)
     h = jnp.clip(h, -config.swiglu_limit, config.swiglu_limit)
     return (h + 1) * gate * jax.nn.sigmoid(1.702 * gate)

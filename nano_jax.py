@@ -86,7 +86,7 @@ def linear(p, x):
     return x @ p['kernel'] + p.get('bias', 0)
 
 def attention(p, x_BxTxD, cfg, cache=None, first=0):
-    """Returns (y_BxTxD, the new cache). cache: keys and values before x. first: x's position."""
+    """Returns (y_BxTxD; the new cache). cache: keys and values of the `first` tokens before x."""
     B, T, D = x_BxTxD.shape
     H, K = cfg.n_head, D // cfg.n_head
     # queries, keys and values of all heads, in one product; S is T until the cache is added
@@ -106,7 +106,7 @@ def attention(p, x_BxTxD, cfg, cache=None, first=0):
 
 @jit
 def forward(params, idx_BxT, cfg, cache=None, first=0):
-    """Returns (logits_BxTxV, the new cache) of the tokens at positions first, first + 1, ..."""
+    """Returns (logits_BxTxV; the new cache) of tokens idx at positions first, first + 1, ..."""
     x_BxTxD = params['wte'][idx_BxT] + params['wpe'][first + jnp.arange(idx_BxT.shape[1])]
     new_cache = {}
     for name in [f'h_{i}' for i in range(cfg.n_layer)]:
@@ -127,7 +127,7 @@ def loss_fn(params, x_BxT, y_BxT, cfg):
     return -jnp.take_along_axis(log_probs_BxTxV, y_BxT[..., None], axis=-1).mean()
 
 def load_data(folder):
-    """Returns ({'train': tokens, 'val': tokens}, vocab_size, encode, decode)."""
+    """Returns ({'train': tokens, 'val': tokens}; vocab_size; the functions encode and decode)."""
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     splits = {split: np.memmap(folder / f'{split}.bin', meta['dtype'], 'r')
               for split in ('train', 'val')}

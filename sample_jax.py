@@ -91,9 +91,10 @@ from jax_run.speed import report_speed
 
 
 def read_prompts(start, each_line, chat):
-    """Returns the list of the prompts that --start gives. A prompt is a text; in a chat, it may
-    also be a dict (see read_prompt). each_line: whether each line of a text file is a prompt.
-    Raises UserError if the file has no prompts, or a line that is not a prompt."""
+    """Returns the list of the prompts that the flag `start` gives: the text itself, or the prompts
+    in a file. A prompt is a text; in a chat, it may also be a dict (see read_prompt). each_line:
+    whether each line of a text file is a prompt. chat: whether the prompts are for a chat. Raises
+    UserError if the file has no prompts, or has a line that is not a prompt."""
     if not start.startswith('FILE:'):
         return [start]
     # a file of JSON lines, of a prompt in each line, or of a single prompt
@@ -114,10 +115,11 @@ def read_prompts(start, each_line, chat):
 
 
 def read_prompt(path, number, line, chat):
-    """Returns the prompt in a line of prompts.jsonl: "some text" or {"prompt": "some text"}. In a
-    chat, a line may also be {"messages": [...]}, with "tools" and "chat_template_kwargs". For such
-    a line, returns the dict with one more key, 'where': the file and line. Raises UserError for any
-    other line."""
+    """Returns the prompt in a line of a .jsonl file. A line "some text" or {"prompt": "some text"}
+    gives the text. If `chat`, a line may also be {"messages": [...]}, with "tools" and
+    "chat_template_kwargs"; it gives the dict with one more key, 'where': the file and line. Raises
+    UserError for any other line. path, number: the file and the number of the line, for
+    messages."""
     # a line that is not JSON is refused below, like everything else that is not a prompt
     try:
         prompt = json.loads(line)
@@ -137,9 +139,10 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of `prompt`, an element of read_prompts. In a chat, returns the ids of
-    the chat in which this prompt is the question. conversation: the Chat, or None for completion.
-    Raises UserError for messages that the chat template refuses."""
+    """Returns the token ids of `prompt`, an element of the list that read_prompts returns. In a
+    chat, returns the ids of the whole chat with `prompt` as the user's message or as the messages.
+    conversation: the Chat (jax_apps/terminal.py); None outside a chat. Raises UserError for
+    messages that the chat template refuses."""
     # a question of a chat; a prompt; or messages, which follow --system
     if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])

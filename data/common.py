@@ -117,11 +117,12 @@ CHAT_TOKENS = ('<|system|>', '<|user|>', '<|assistant|>', '<|end|>')
 
 
 def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
-    """Returns the vocabulary for the flag --tokenizer, see TOKENIZER_HELP.
+    """Returns the Vocabulary for `wanted`, the value of the flag --tokenizer (see TOKENIZER_HELP).
 
     has_chat: whether bpe:N also has CHAT_TOKENS. texts: a function that returns an iterable of all
-    texts. train_texts: the same for the training texts, from which bpe:N learns. Both are None in a
-    script that learns no vocabulary. Raises UserError for a value that is not possible."""
+    texts, from which char learns. train_texts: a function that returns an iterable of the training
+    texts, from which bpe:N learns. Both are None in a script that learns no vocabulary. Raises
+    UserError for a value that is not possible."""
     kind, _, size = wanted.partition(':')
     if has_chat and kind != 'bpe':
         fail(f'--chat is for a vocabulary of its own, as --tokenizer=bpe:4096, not {wanted}')
@@ -150,8 +151,9 @@ def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
 
 
 def train_bpe(texts, size, has_chat=False):
-    """Returns a byte-level BPE of at most `size` tokens: END; with has_chat also CHAT_TOKENS; the
-    256 bytes; and the merges that occur at least twice in the texts.
+    """Learns a byte-level BPE from `texts`, and returns its Vocabulary. It has at most `size`
+    tokens: END; with has_chat also CHAT_TOKENS; the 256 bytes; and the merges that occur at least
+    twice in the texts.
 
     A pattern splits the text into matches. A match is a word with the space before it, a digit, or
     punctuation with the newlines after it. A token is a part of one match. The pattern is Qwen2's,
@@ -284,7 +286,7 @@ def encode_characters(stoi, text):
 
 
 def join(parts, dtype):
-    """Returns the ids of all parts in one array."""
+    """Concatenates lists or arrays of token ids to one array, of type `dtype`."""
     return np.concatenate([np.zeros(0, dtype), *(np.array(part, dtype) for part in parts)])
 
 
@@ -370,10 +372,11 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     is needed because a folder counts as a data set once it has train.bin. Without meta.json, its
     tokens would count as GPT-2's.
 
-    lengths, block_size: for a data set of rows; lengths is {'train', 'val': the number of tokens of
-    each document}. n_bytes: {'train', 'val': the UTF-8 bytes of the texts, in chats only of the
-    parts that count}; None if unknown. Returns the number of tokens {'train', 'val'}. If a split
-    has too few tokens or no full row, removes the files PARTS and raises UserError.
+    block_size: if it is not 0, the documents are cut into rows for a training with this block_size,
+    see write_rows. lengths: {'train', 'val': the number of tokens of each document}, for rows only.
+    n_bytes: {'train', 'val': the number of UTF-8 bytes of the texts, in chats only of the parts
+    that count}; None if unknown. Returns {'train', 'val': the number of tokens}. If a split has too
+    few tokens or no full row, removes the files PARTS and raises UserError.
 
     meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
     the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same texts, but
@@ -488,9 +491,9 @@ def bytes_of_tokens(files):
 
 
 def count_token_bytes(path, vocabulary, mask=None):
-    """Returns the number of bytes that all tokens of a file stand for; None if the bytes of a token
-    are unknown. mask: the path of a file of masks; if given, only tokens that count are
-    included."""
+    """Returns the number of bytes of text that the tokens in the file `path` stand for; None if the
+    bytes of a token are unknown. mask: the path of a file with a byte for each token; if it is
+    given, only tokens with a byte of 1, those that count in the loss, are included."""
     of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None

@@ -119,7 +119,8 @@ def read_table(path):
 
 
 def read_parquet(path, columns):
-    """Yields the rows of a parquet file, a few at a time."""
+    """Yields the rows of a parquet file, {column: value}. Reads 100 rows at a time. columns: see
+    read_rows."""
     with reading(path):
         import pyarrow.parquet
     # without these options pyarrow would hold whole columns in memory

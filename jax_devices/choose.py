@@ -20,8 +20,11 @@ MEASURED = ('H100',)
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
                      packed=False):
-    """Returns (implementation; reason) for the flag --attention and training on `device`. `tensor`
-    devices share the heads, `context` devices share a sequence.
+    """Returns (the implementation of attention, one of ATTENTION; the reason, a text) for training
+    on `device`.
+
+    attention: the flag --attention. tensor: the number of devices that share the heads. context:
+    the number of devices that share a sequence.
 
     'auto' is the device's flash attention (cuDNN or splash), if that can compute this model.
     Otherwise 'auto' is chunked attention if context > 1 or block_size is at least CHUNKED_FROM,
@@ -79,8 +82,8 @@ def why_not_flash(config):
 
 
 def why_not_cudnn(config, device, *, tensor=1, context=1):
-    """Returns why cuDNN's attention cannot train this model on this device, or None if it can. The
-    last check compiles the attention."""
+    """Returns why cuDNN's attention cannot train this model on this device, a text; None if it can.
+    The last check compiles the attention. tensor, context: as in choose_attention."""
     if context > 1:
         return 'it does not shard a sequence'
 
@@ -141,8 +144,8 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
 
 
 def why_not_splash(config, device, *, tensor=1, context=1):
-    """Returns why TPUs' splash attention cannot train this model on this device, or None if it
-    can."""
+    """Returns why TPUs' splash attention cannot train this model on this device, a text; None if it
+    can. context: as in choose_attention. tensor: not used."""
     if device.platform != 'tpu':
         return 'it is for TPUs'
     if config.head_width not in (64, 128):
@@ -163,8 +166,9 @@ def choose_experts(config, device):
 
 
 def with_experts(config, layout):
-    """Returns (config; {'experts': reason}). The config has the way of computing experts that suits
-    the devices. For a model without experts, returns (the config unchanged; {})."""
+    """Returns (the config with its field `experts` set to the choice of choose_experts;
+    {'experts': the reason}). layout: a Layout; its first device decides. For a model without
+    experts, returns (the config unchanged; {})."""
     if not config.moe:
         return config, {}
     experts, reason = choose_experts(config, layout.devices[0])

@@ -133,12 +133,13 @@ class Layout:
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (shape; PartitionSpec) of the global array of one item of the batch, such as 'x'.
-        A shard of this array, [*shape, *rest], is on one device, or on a group of devices that
-        share sequences.
+        """Returns (shape of the global array; its PartitionSpec) for one item of the batch, such as
+        'x'. The array has a shard [*shape, *rest] for each device, or for each group of devices
+        that share sequences.
 
-        shape: (micro-steps, sequences), as split_batch returns it, or (sequences,). rest: the axes
-        of one sequence, () or (positions,)."""
+        shape: (micro-steps, sequences) of a shard, as split_batch returns it, or (sequences,).
+        rest: the axes of one sequence, () or (positions,). Example: with 8 shards, the shape (2, 3)
+        and the rest (64,) give [8, 2, 3, 64] under pmap, and [2, 24, 64] on a mesh."""
         return (*shape, *rest), P()
 
     def shard_batch(self, batch, shape):
@@ -386,9 +387,10 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
 
 def fit_sizes(sizes, given, n_devices, n_embd):
     """Returns the sizes {'fsdp', 'tensor', 'expert', 'context'} of the mesh's axes for a resumed
-    run on n_devices devices. If the product of `sizes` divides n_devices, returns `sizes`.
-    Otherwise keeps the sizes in `given`, the user's flags, and replaces each other size by 1. But
-    an fsdp above 1 that is not in `given` becomes as large as possible."""
+    run on n_devices devices. If the product of `sizes`, the sizes before, divides n_devices,
+    returns `sizes`. Otherwise keeps the sizes whose flags are in `given`, the flags that the user
+    gave, and sets each other size to 1. But an fsdp above 1 that is not in `given` takes the
+    remaining devices, as far as it divides the width n_embd."""
     if n_devices % max(1, math.prod(sizes.values())) == 0:
         return sizes
     fitting = {name: size if name in given else 1 for name, size in sizes.items()}
@@ -414,7 +416,8 @@ def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
 
 def split_batch(gradient_accumulation_steps, batch_size, n_devices):
     """Returns (micro-steps; micro-batch size) of each device. Devices split the micro-steps first,
-    then the micro-batch, so that no device ever holds more than batch_size sequences.
+    then the micro-batch, so that no device ever holds more than batch_size sequences. Example: 4
+    micro-steps of 12 sequences on 8 devices give (1; 6).
 
     Raises UserError if the devices cannot share the sequences equally."""
     # Some devices compute different micro-steps, the others different sequences of a micro-step.

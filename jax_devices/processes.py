@@ -242,7 +242,8 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def answer(self, received):
-        """Answers the signals, in a thread of its own, until the socket is closed."""
+        """Reads the numbers of signals from the socket `received` until the socket is closed, and
+        calls answer_one for each of STOP_SIGNALS. Runs in a thread of its own."""
         with received:
             number = received.recv(1)
             while number:
@@ -277,7 +278,7 @@ def exit_at_signals(is_said=False):
     """Makes each of STOP_SIGNALS end the script at once, from this call on, even in the middle of a
     compiled program. The exit code is 128 + signal. For scripts that have nothing to save. A usual
     exit could crash, because a running program uses memory that the exit frees. is_said: whether to
-    print a line."""
+    print a line on stderr before the exit."""
     received, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach())

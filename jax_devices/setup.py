@@ -154,7 +154,7 @@ def is_synchronous(device):
 
 def finds_accelerator(dev=Path('/dev')):
     """Returns whether --device=auto probably means a GPU or TPU. This is so if a plugin of JAX for
-    a GPU or TPU is installed and Linux has such a device.
+    a GPU or TPU is installed and Linux has such a device. dev: the folder of Linux's devices.
 
     JAX itself knows this only after its backends are initialized, which is too late for
     configure_malloc."""

@@ -70,8 +70,8 @@ def span_limits(config, layer_type):
 
 
 def causal_mask(key_position, position, *, window=0, chunk=0):
-    """Returns True where a query at `position` may attend to a key at key_position (two arrays that
-    are broadcast): at its own position and before.
+    """Returns a bool array, True where a query at `position` may attend to a key at key_position:
+    the key is at the query's position or before. The two arrays of positions are broadcast.
 
     window: a query sees only this many positions, its own and those just before it; 0 is all.
     chunk: positions are divided into chunks of this many, and a query sees only its own chunk; 0 is
@@ -90,11 +90,12 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
 
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the first key position that causal_mask allows for a query at `position`.
+    """Returns the position of the first key that causal_mask allows for a query at `position`, with
+    the window or chunk of `scores`. Without a window or chunks, returns 0.
 
-    With chunks in packed rows (start_BxT is given), returns a lower bound: the first of the last
-    scores.chunk positions. There each conversation begins a new chunk, and so the exact position
-    differs from row to row. But no query sees more than scores.chunk positions."""
+    With chunks in packed rows (start_BxT is given), the first chunk of each conversation begins
+    with the conversation, so that the first key differs from row to row. The result is then a lower
+    bound for all rows, position + 1 - scores.chunk, or 0 if that is negative."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions
@@ -153,7 +154,8 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
 
 
 def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
-    """Computes fused_causal_attention of whole sequences on one device. options: sinks_H,
+    """Computes fused_causal_attention of whole sequences on one device. qkv_and_scores: its
+    arguments q_BxTxHxK, k_BxTxGxK, v_BxTxGxK and scores. options: its arguments sinks_H and
     start_BxT. Raises UserError for dropout with another implementation than 'chunked'."""
     if implementation == 'chunked':
         return chunked_attention(*qkv_and_scores, dropout=dropout, **options)
@@ -168,13 +170,15 @@ def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
 def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout, start_BxT,
                       kernel):
     """Computes fused_causal_attention on one of C (n_context) devices, inside shard_map. Each
-    device has T consecutive positions of a sequence. kernel: a splash_kernel; None is chunked
-    attention.
+    device has T consecutive positions of a sequence, and gets the results [B, T, H, K] of these
+    positions. kernel: a splash_kernel; None is chunked attention.
 
     Keys and values are all-gathered. The queries are exchanged so that every device has the same
-    work: each of the C parts of the sequence is divided into C pieces, and device i computes the
-    i-th piece of every part. A piece attends to the parts up to its own. All pieces together
-    compute (C + 1) / 2C of all scores, where causal attention needs 1/2."""
+    work, and the results are exchanged back. In between, each device's T positions are divided into
+    C pieces, and device i computes the i-th piece of every device. Example with C = 2, T = 4:
+    device 0 computes the positions 0 1 4 5, device 1 the positions 2 3 6 7. A piece attends to the
+    positions of the devices up to the one that the piece is from. So (C + 1) / 2C of all scores
+    are computed, where causal attention needs 1/2."""
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context
@@ -469,10 +473,12 @@ def attend_block(common, first, first_key, block):
 
 def count_probs(common, first, first_key, shape):
     """Returns an index for each attention probability of a block, uint32 [G, T Q, S], for dropout
-    to hash. The indices are entries of flat_index([H / Q, n_positions Q, n_positions]) of the whole
-    sequence on all devices, so that several devices drop the same probabilities as one device.
+    to hash. It is the flat index of the probability in the array [all key heads, n_positions Q,
+    n_positions] of the whole sequence on all devices. So several devices drop the same
+    probabilities as one device.
 
-    first, first_key: positions of the block's first query and first key. shape: [G, T Q, S]."""
+    common: a Common. first, first_key: positions of the block's first query and first key. shape:
+    [G, T Q, S]."""
     g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
     g += jnp.uint32(common.dropout.first_group)  # this device has the key heads from there on
     tq += jnp.uint32(first * common.Q)
@@ -555,9 +561,9 @@ def attend_to_blocks(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, scores, sinks_
 
 
 def add_block(softmax, scores_BxGxTQxn, v_BxGxnxK):
-    """Returns the running softmax with a block's scores and values added. A running softmax is (the
-    largest score; the sum of exp(score - max); the sum of the values with these weights). The
-    earlier sums are scaled to the new maximum."""
+    """Adds a block's scores and values to a running softmax, and returns the new running softmax:
+    (the largest score so far; the sum of exp(score - largest score); the sum of the values,
+    weighted by these exponentials). The earlier sums are scaled to the new largest score."""
     old_max_BxGxTQx1, sum_BxGxTQx1, y_BxGxTQxK = softmax
     max_BxGxTQx1 = jnp.maximum(old_max_BxGxTQx1, scores_BxGxTQxn.max(-1, keepdims=True))
     exp_BxGxTQxn = jnp.exp(scores_BxGxTQxn - max_BxGxTQx1)

@@ -70,11 +70,12 @@ def quantize_params(params, stored_as=jnp.int8):
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
-    """Returns a matrix (kernel, wte, lm_head) as Int8, with one scale per output. Other parameters
-    are unchanged. wpe, kv_b and the router are among the unchanged parameters, because these three
-    are small, and because routing is sensitive.
+    """Returns the parameter p as Int8, with one scale per output, if it is a matrix named kernel,
+    wte or lm_head. Returns other parameters unchanged. wpe, kv_b and the router's kernel are
+    unchanged, too, because they are small, and because routing is sensitive.
 
-    stored_as: the dtype of the values of the Int8, int8 or uint8."""
+    path: the parameter's path in the tree, a tuple of names. stored_as: the dtype of the values of
+    the Int8, int8 or uint8."""
     kernel = as_kernel(p)
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
         return kernel.stored()

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 
 def dropout(module, x, call):
-    """Computes nn.Dropout of x [B, ...] in a module, if dropout is on in the Call."""
+    """Computes nn.Dropout of x [B, ...] in the flax module `module`, with the rate config.dropout.
+    Returns x unchanged if dropout is off: `call`, a Call or None, has no seq_id_B, or the rate is
+    0."""
     key_B = dropout_keys(module, call)
     if key_B is None:
         return x
@@ -18,9 +20,9 @@ def dropout(module, x, call):
 
 
 def dropout_keys(module, call):
-    """Returns one dropout key per sequence, fold_in(key, seq_id_B[b]); None if dropout is off.
-    Masks do not depend on micro-batching or sharding, so 1 and 8 devices give the same loss
-    curve."""
+    """Returns one dropout key per sequence, fold_in(key, seq_id_B[b]), where `key` depends on the
+    seed and the module. Returns None if dropout is off, see dropout(). Masks do not depend on
+    micro-batching or sharding, so 1 and 8 devices give the same loss curve."""
     if call is None or call.seq_id_B is None or module.config.dropout == 0:
         return None
     # the key depends on the seed and the module's path; the ids differ from iteration to iteration

@@ -16,8 +16,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     x's dtype.
 
     f: a function of (one expert's weights, x [b, D]) that returns [b, D]. weights: a tree of arrays
-    [E, ...]. scale_input: whether the weight scales f's input instead of its output. way: see
-    choose_experts.
+    [E, ...]. scale_input: whether the weight scales f's input instead of its output. way: how
+    blocks of rows are computed, one of EXPERT_WAYS (layers.py).
 
     On a mesh (expert parallelism) a device has some of the experts. It all-gathers the tokens over
     the expert axis, computes its own experts, and reduce-scatters the sums back. With 4 U or more
@@ -69,8 +69,9 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
 
 
 def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, weight_PxU):
-    """Computes mix_experts on one device that has the `weights` of the experts from first_expert
-    on. The results of other experts count as 0."""
+    """Computes mix_experts on one device that has the `weights` of some consecutive experts,
+    beginning with the expert first_expert. The results of all other experts count as 0. f,
+    scale_input, way: as in mix_experts."""
     D = x_PxD.shape[1]
     x_PxUxD = jnp.broadcast_to(x_PxD[:, None], (*expert_PxU.shape, D))
     scale_PxUx1 = weight_PxU[..., None]
@@ -86,8 +87,11 @@ def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, wei
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
     """Computes reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside
-    shard_map. mix computes the experts of its rank and ignores the experts of other ranks. A token
-    is sent only to the ranks of its experts, once to each rank.
+    shard_map, for tokens = (x_PxD, expert_PxU, weight_PxU) of this device. But a token is sent only
+    to the ranks of its experts, once to each rank. Returns [P, D].
+
+    mix: a function of (weights, *tokens) that computes the experts of its rank, and ignores the
+    experts of other ranks. experts_per_rank: the number of experts of each rank.
 
     Each round is an all-to-all of `capacity` rows for each of M ranks (unused rows have expert -1),
     then mix, then an all-to-all of the results. The largest number of rows from one rank to another
@@ -176,10 +180,10 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
     not in 0 .. E-1.
 
-    way: see choose_experts. A few rows, as in decoding, are computed one by one under four
-    conditions: on a CPU, with the way 'loop', outside a mesh, and if the weights have the form of
-    convert_params_for_decoding (can_be_chosen). Otherwise rows are computed in blocks, each of one
-    expert's rows."""
+    way: one of EXPERT_WAYS (layers.py). A few rows, as in decoding, are computed one by one under
+    four conditions: on a CPU, with the way 'loop', outside a mesh, and if the weights have the form
+    of convert_params_for_decoding (can_be_chosen). Otherwise rows are computed in blocks, each of
+    one expert's rows."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty
@@ -244,7 +248,8 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
 
 
 def block_sizes(way, R, E):
-    """Returns (rows of a block, the largest number of blocks that R rows of E experts can need)."""
+    """Returns (the number of rows of a block; the largest number of blocks that R rows of E experts
+    can need). way: one of EXPERT_WAYS (layers.py)."""
     if way == 'loop':
         # larger blocks pad more, smaller ones read weights more often
         b = max(1, min(ceil_div(R, E), 64))

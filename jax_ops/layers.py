@@ -52,7 +52,9 @@ def map_sequence_chunks(f, chunk, *xs_BxT):
     a tree of such arrays. The backward pass computes f again, so that the intermediate values of f
     (logits) exist for one chunk only.
 
-    chunk: a divisor of T. On a mesh each context rank has a part of each chunk."""
+    f: a function of arrays [B, chunk, ...] that returns [B, chunk], or a tree of such arrays.
+    chunk: a divisor of T. xs_BxT: arrays [B, T, ...]. On a mesh each context rank has a part of
+    each chunk."""
     B, T = xs_BxT[0].shape[:2]
     mesh = current_mesh()
     n = 1

@@ -19,12 +19,13 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """On a mesh, returns the parameter all-gathered over fsdp. Without a mesh, returns the
-    parameter unchanged. The gather moves the parameter in `dtype`, which reduces traffic. The
-    result is cast back to the parameter's own dtype, with values that are rounded to `dtype`. The
-    gradient is summed in the parameter's dtype.
+    """All-gathers a parameter over fsdp. Without a mesh, returns the parameter unchanged. The
+    gather moves the parameter in `dtype`, which reduces traffic. The result is cast back to the
+    parameter's own dtype, with values that are rounded to `dtype`. The gradient is summed in the
+    parameter's dtype.
 
-    tp: the shardings of the parameter, (storage, compute)."""
+    tp: the shardings of the parameter before and after the gather, such as COLUMN_PARALLEL; () if
+    the parameter is not sharded."""
     if not current_mesh():
         return param
 
@@ -125,8 +126,8 @@ def is_context_split():
 def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
     """Computes the gradient of matmul's kernel if T is sharded, as a sum over the two axes B and T.
     If B and T were merged to one axis, this axis would have no sharding (except for B = 1), and
-    every device would all-gather x and g. g_BxTxO: the gradient of the result. dtype: the
-    kernel's."""
+    every device would all-gather x and g. g_BxTxO: the gradient of matmul's result. dtype: the
+    kernel's dtype. transpose_rhs, tp: as in matmul."""
     left, right = (g_BxTxO, x_BxTxI) if transpose_rhs else (x_BxTxI, g_BxTxO)
     dy = jax.lax.dot_general(
         left, right, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
@@ -192,12 +193,14 @@ class Kernel:
 
     def in_rank_order(self, dtype, widths):
         """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
-        base class returns the kernel unchanged: its columns are already stored in this order."""
+        base class returns the kernel unchanged: its columns are already stored in this order.
+        widths: the number of columns of each projection, such as q, k and v."""
         return self
 
     def fused_linear(self, x, bias, widths):
-        """Computes jnp.split(linear(x, kernel, bias), ...) and returns the list. The kernel [I,
-        sum(widths)] holds the kernels of several projections side by side, as c_attn does.
+        """Computes linear(x, kernel, bias), and splits the result on its last axis into parts of
+        `widths` columns. Returns the list of the parts. The kernel [I, sum(widths)] holds the
+        kernels of several projections side by side, as c_attn does.
 
         With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
         Columns that are stored in another order are reordered first. The returned list is the same
@@ -220,8 +223,8 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """For a kernel that is a stack of matrices [E, I, O]: returns whether choose() can be used
-        for n_rows rows of x."""
+        """For a kernel that is a stack of matrices [E, I, O]: returns whether choose() can give
+        each of n_rows rows of x a matrix of its own, see Chosen."""
         return False
 
 
@@ -236,7 +239,8 @@ class Plain(Kernel, struct.PyTreeNode):
     def in_rank_order(self, dtype, widths):
         """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
         stored kernel is sharded by rows, so that each device orders the columns of its own rows.
-        Then an all-to-all moves the columns to their ranks, once per step."""
+        After that, an all-to-all moves the columns to their ranks in `dtype`, once per step.
+        widths: the number of columns of each projection, such as q, k and v."""
         n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
         if n_ranks == 1:
             return self
@@ -284,7 +288,7 @@ class Int8(Kernel, struct.PyTreeNode):
         return matmul_int8(x, self.values, self.scale, tp)
 
     def embed(self, idx_BxT, dtype):
-        """Looks up rows of the table, see embed_tokens."""
+        """Returns the rows idx_BxT of the table, [B, T, D], in dtype; see embed_tokens."""
         x_BxTxD = as_int8(jnp.take(self.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         scale_BxT = jnp.take(self.scale, idx_BxT, mode='clip')
         return x_BxTxD * scale_BxT[..., None].astype(dtype)
@@ -432,8 +436,9 @@ def linear(x, kernel, bias=None, *, tp=()):
 
 
 def fused_linear(x, kernel, bias, widths):
-    """Computes jnp.split(linear(x, kernel, bias), ...) and returns the list. The kernel [I,
-    sum(widths)] holds the kernels of several projections side by side, as c_attn does.
+    """Computes linear(x, kernel, bias), and splits the result on its last axis into parts of
+    `widths` columns. Returns the list of the parts. The kernel [I, sum(widths)] holds the kernels
+    of several projections side by side, as c_attn does.
 
     With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
     Columns that are stored in another order are reordered first. The returned list is the same in
@@ -555,7 +560,8 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
 
 def multiply_quantized(x_RxI, *weights):
     """Quantizes x to int16, each row with one scale. Returns multiply_integers(x, *weights) times
-    these scales, float32 [R, O]."""
+    the scales of the rows, float32 [R, O]. weights: the other arguments of multiply_integers, that
+    is (w_OxI,) or (w_ExOxI, matrix_R)."""
     # for a row of zeros the scale is 1e-30 / levels, and the product is 0
     x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
     is_used = (scale_R > 1e-32).any()

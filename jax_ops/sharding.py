@@ -101,8 +101,8 @@ def shard_positions(x, axes=('context', 'tensor')):
 
 
 def gather_positions(x):
-    """Undoes a part of shard_positions for x [B, T, ...], and returns x. On a mesh, the positions
-    of x are all-gathered over tensor, and stay sharded over context."""
+    """Returns x [B, T, ...]; on a mesh, with its positions all-gathered over tensor. They stay
+    sharded over context. This undoes shard_positions for the axis tensor."""
     x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
@@ -163,8 +163,8 @@ def rule_of(name):
 
 
 def shard_params(tree, *, over_replicas=False):
-    """On a mesh, returns parameters, gradients or optimizer state sharded by partition_specs.
-    Without a mesh, returns the tree unchanged."""
+    """Returns a tree of parameters, gradients or optimizer state; on a mesh, sharded by
+    partition_specs. over_replicas: see partition_specs."""
     mesh = current_mesh()
     if mesh is None:
         return tree

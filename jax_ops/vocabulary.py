@@ -24,7 +24,7 @@ class Table(NamedTuple):
     values_VxD: jax.Array
 
     def embed(self, idx_BxT, dtype):
-        """Looks up rows of the table, see embed_tokens."""
+        """Returns the rows idx_BxT of the table, [B, T, D], in dtype; see embed_tokens."""
         table_VxD = self.values_VxD
         dtype = dtype or table_VxD.dtype
         if current_mesh():

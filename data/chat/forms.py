@@ -132,8 +132,9 @@ def parsed(value, name):
 # messages
 
 def read_turns(turns, name):
-    """Returns a list of messages, given in OpenAI's form or in ShareGPT's. Raises UserError for
-    another form."""
+    """Returns the messages of the list `turns` in OpenAI's form. The turns are in OpenAI's form or
+    in ShareGPT's; the list may be given as JSON text. name: its column, for error messages. Raises
+    UserError for another form."""
     turns = parsed(turns, name)
     if not isinstance(turns, list):
         raise UserError(f'"{name}" must be a list of {{"role": ..., "content": text}}')
@@ -189,7 +190,10 @@ def counts(i, message):
 # rows: each reader returns (messages of the question, [messages of each answer], form)
 
 def read_conversation(row):
-    """Reads a row with one conversation. Raises UserError if it has none."""
+    """Reads a row with one conversation. Returns (the messages of the question; [the messages of
+    the answer]; the form of the row, a text for the user). If the row has a list of messages, the
+    question is [] and the answer is the whole list. Raises UserError if the row has no
+    conversation."""
     for name in LISTS:
         if name in row:
             return [], [read_question(row, name)], '' if name == 'messages' else f'"{name}"'
@@ -202,8 +206,10 @@ def read_conversation(row):
 
 
 def read_pair(row):
-    """Reads a row with two answers, "chosen" and "rejected". Raises UserError if an answer is
-    missing, or if it is not clear which messages are the question."""
+    """Reads a row with two answers, "chosen" and "rejected". Returns (the messages of the question;
+    [the messages of the chosen answer, those of the rejected answer]; the form of the row, a text
+    for the user). Raises UserError if an answer is missing, or if it is not clear which messages
+    are the question."""
     answers = []
     for name in ('chosen', 'rejected'):
         if not str(row.get(name) or '').strip():
@@ -269,8 +275,8 @@ def with_system(row, messages):
 
 
 def read_answer(answer, name):
-    """Returns the messages of an answer: a text, a message, or a list of messages. Raises UserError
-    for another form."""
+    """Returns the list of the messages of an answer. answer: a text, a message, or a list of
+    messages. name: the answer's column, for error messages. Raises UserError for another form."""
     if isinstance(answer, str):
         return [{'role': 'assistant', 'content': answer}]
     if isinstance(answer, dict):

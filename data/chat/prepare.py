@@ -52,11 +52,11 @@ class Told(NamedTuple):
 
 class Read(NamedTuple):
     """The conversations of a file, in the order of its rows."""
-    ids: np.ndarray  # of all of them, one after the other, on the disk
-    mask: np.ndarray
-    n_bytes: np.ndarray  # of the text that each token stands for
-    ends: np.ndarray  # where each ends
-    n_each: int  # 1, or of pairs 2
+    ids: np.ndarray  # the tokens of all conversations, one after the other, on the disk
+    mask: np.ndarray  # 1 for each token that counts in the loss
+    n_bytes: np.ndarray  # number of bytes of the text that each token stands for
+    ends: np.ndarray  # conversation i ends before index ends[i] of the arrays above
+    n_each: int  # conversations of a row: 1, or 2 if the rows are pairs
     told: Told
 
     def slice(self, i):
@@ -71,8 +71,9 @@ def read_examples(path, enc, vocabulary, folder, source):
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
     Called again with the same source, as after a kill, the function continues after the rows in
-    the journal. folder: the folder of the data set. source: a JSON value that distinguishes this
-    command from other commands. If a row is not valid, removes the files and raises UserError."""
+    the journal. enc: an HFTokenizer. vocabulary: its Vocabulary. folder: the folder of the data
+    set. source: a JSON value that distinguishes this command from other commands. If a row is not
+    valid, removes the files and raises UserError."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
@@ -131,10 +132,13 @@ def give_up(folder):
 
 
 def cut_back(journal, files, widths):
-    """Truncates the open files of ids, masks and bytes, and the journal, to the rows that are
-    complete. If tokens of these rows are missing, truncates all files to nothing. Returns (Told;
-    [lengths of each example]; the number of rows). widths: the number of bytes per token in each
-    file."""
+    """Truncates the open files of an interrupted call to the rows that are complete. If tokens of
+    these rows are missing, truncates all files to nothing.
+
+    journal: the journal, which has a line for each complete row. files: the files of ids, masks and
+    bytes. widths: the number of bytes per token in each of `files`. Returns (Told; a list with the
+    lengths, in tokens, of the conversations of each row, without rows that were left out; the
+    number of rows, with them)."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
@@ -158,8 +162,9 @@ def cut_back(journal, files, widths):
 
 
 def encode_row(row, enc):
-    """Returns ([Encoded] of the conversations of a row; the row's line of the journal). The line
-    has the lengths of the conversations, and what Told counts. Raises UserError if the row is not
+    """Returns (a list with the Encoded of each conversation of a row; the row's line of the
+    journal, a dict). The list is empty if the row is left out. The line has the lengths of the
+    conversations, and what Told counts. enc: an HFTokenizer. Raises UserError if the row is not
     valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
@@ -182,8 +187,9 @@ def why_left_out(example):
 
 
 def encode_example(example, enc):
-    """Returns ([Encoded] of the conversations of an Example; warnings of find_lost). Raises
-    UserError if the template refuses a conversation or leaves out an answer."""
+    """Returns (a list with the Encoded of each conversation of an Example; a list of the warnings
+    of find_lost). enc: an HFTokenizer. Raises UserError if the chat template refuses a conversation
+    or leaves out an answer."""
     encoded = []
     lost = []
     for messages, counted in zip(example.conversations, example.counted):
@@ -203,7 +209,7 @@ def check_ends(ids, mask, enc):
     Raises UserError if no answer ends with a special token or a stop token, because a model that
     learns from these answers would never stop.
 
-    ids, mask: the arrays of all conversations, one after the other."""
+    ids, mask: the arrays of all conversations, one after the other. enc: an HFTokenizer."""
     # Where a text ends answers, the first of them have it.
     if enc.stop_texts:
         first = enc.tokenizer.decode(ids[:2**16][mask[:2**16] == 1].tolist(),
@@ -243,8 +249,8 @@ def pack(read, chosen, size, folder, split):
 
     Places the longest conversation first, and each conversation into the fullest row that has space
     for it. Only a conversation longer than a row is cut. A conversation is left out if no token
-    counts in the part that would remain. The mask is 2 where a conversation or the padding
-    starts."""
+    counts in the part that would remain. The mask is 2 where a conversation or the padding starts.
+    read: a Read. split: 'train' or 'val'."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -319,7 +325,8 @@ def check_template_tokens(name, enc):
 
 def check_prompts(told, n, enc):
     """Raises UserError if all n conversations have the warning OTHER_PROMPT: the tokens that ask
-    for an answer are not the tokens that come before the answer in training."""
+    for an answer are not the tokens that come before the answer in training. told: the Told that
+    counts the warnings. enc: an HFTokenizer."""
     if told.lost[OTHER_PROMPT] < n:
         return
     ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])

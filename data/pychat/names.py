@@ -82,7 +82,9 @@ def from_source(root, package=''):
 
 
 def from_tree(tree, holder, kind):
-    """Yields a Named for each public class, function and method of a syntax tree."""
+    """Yields a Named for each public class, function and method in the syntax tree of a module or a
+    class. holder: the full name of this module or class. kind: the kind of its functions,
+    'function' for a module or 'method' for a class."""
     for node in tree.body:
         is_class = isinstance(node, ast.ClassDef)
         if not is_class and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -108,7 +110,8 @@ def from_c():
 
 
 def is_c(module):
-    """Returns whether a module has no source in Python."""
+    """Returns whether the module with the name `module` is written in C: it is built into Python,
+    or is an extension."""
     spec = importlib.util.find_spec(module)
     c_endings = tuple(importlib.machinery.EXTENSION_SUFFIXES)
     return spec is not None and (spec.origin == 'built-in' or str(spec.origin).endswith(c_endings))

@@ -104,7 +104,8 @@ class Maker:
                               if parent in names and len(held) > 1)
 
     def ask(self, forms, split, text):
-        """Returns a question about `text`, in a random one of the forms of a split."""
+        """Returns a question about `text`: a random one of forms[split], with `text` in place of
+        {}. forms: {split: [form of a question]}, such as HOLDS."""
         return self.random.choice(forms[split]).format(text)
 
     def ask_what(self, split, name):
@@ -223,7 +224,9 @@ class Maker:
                 return last
 
     def make(self, split, n_invented):
-        """Returns all conversations of a split, each a list of questions and answers, shuffled."""
+        """Returns all conversations of a split, each a list of questions and answers, shuffled.
+        n_invented: the number of questions about invented names; a quarter as many follow-ups about
+        invented names come in addition."""
         n = N_FORMS if split == 'train' else 1
         made = [self.about(named, split) for named in self.names.values() for _ in range(n)]
         made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]

@@ -151,7 +151,8 @@ class Texts:
 
 
 def clip(blocks, start, stop):
-    """Yields the characters from start to stop of a document."""
+    """Yields the characters [start:stop] of a document, block by block; a block outside of this
+    range gives ''. blocks: the texts that the document consists of."""
     at = 0
     for block in blocks:
         yield block[max(0, start - at):max(0, stop - at)]
@@ -159,7 +160,8 @@ def clip(blocks, start, stop):
 
 
 def in_batches(pieces, size):
-    """Yields lists of pieces. The pieces of a list have about `size` characters together."""
+    """Yields the pieces in lists of about `size` characters each. pieces: the tuples that
+    Texts.pieces yields."""
     batch = []
     n = 0
     for piece in pieces:
@@ -173,15 +175,19 @@ def in_batches(pieces, size):
 
 
 def by_split(lengths):
-    """Returns {'train', 'val': the lengths of the split}. In `lengths`, the lengths of val are
-    negative."""
+    """Splits an array of lengths into train and val. In `lengths`, the lengths of val are negative.
+    Returns {'train': array, 'val': array}, both without a sign: [5, -2, 7] gives {'train': [5, 7],
+    'val': [2]}."""
     return {'train': lengths[lengths >= 0], 'val': -lengths[lengths < 0]}
 
 
 def cut_back(files, log, width):
-    """Truncates the open files of tokens, and the file of lengths, to the pieces that `log` lists
-    as complete. If a file has fewer tokens than these pieces have, truncates all files to nothing.
-    Returns the number of pieces. width: the number of bytes of a token."""
+    """Truncates the open files of an interrupted call to the pieces that are complete. If tokens of
+    these pieces are missing, truncates all files to nothing. Returns the number of pieces that are
+    left.
+
+    files: the files of tokens, of train and of val. log: the file of lengths, which lists the
+    complete pieces. width: the number of bytes of a token."""
     lengths = np.fromfile(log.name, np.int32)
     ends = [width * int(part.sum()) for part in by_split(lengths).values()]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
@@ -198,7 +204,8 @@ def write_tokens(folder, source, texts, vocabulary, num_threads):
     dict: for 'train' and for 'val' the number of tokens of each piece.
 
     source: a JSON value that identifies the command. If the last call had the same source and was
-    interrupted, the function continues after the last piece with a number in lengths.part.bin."""
+    interrupted, the function continues after the last piece with a number in lengths.part.bin.
+    texts: a Texts. num_threads: the number of threads that tokenize."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
