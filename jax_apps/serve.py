@@ -41,7 +41,8 @@ QUEUED = CONNECTIONS  # requests that wait for the model, at most; one more is r
 BATCH_SIZE = 16  # answers that are made at a time
 ECHO_ROWS = 4  # rows of a request with echo that are scored at a time
 ROWS = 64  # of one request, prompts times n, at most
-PATIENCE = 30  # seconds without a byte after which a client counts as gone
+SILENCE = 5  # seconds after which a connection without a request is closed: it takes a place
+PATIENCE = 30  # seconds without a byte of a request after which its client counts as gone
 PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
 WAITING = 15  # seconds after which a stream that waits says so: nginx ends a silent one after 60
 LINGER = 1  # seconds without a byte from a client before its connection is closed
@@ -631,10 +632,16 @@ def describe_logprobs(job, generation, i, end):
 class Handler(BaseHTTPRequestHandler):
     """Answers one request, and closes the connection. A stream is sent in HTTP/1.1 chunks, so that
     a client can tell a stream that was cut off from a whole answer."""
-    timeout = PATIENCE
+    timeout = SILENCE
     default_request_version = 'HTTP/1.0'
     protocol_version = 'HTTP/1.1'
     allow = None  # the method that the path takes, if the request has another one
+
+    def parse_request(self):
+        """Parses the first line and the headers of a request, as the base class does. From now on a
+        slow client has PATIENCE."""
+        self.connection.settimeout(PATIENCE)
+        return super().parse_request()
 
     def do_GET(self):
         """Answers a request; do_POST and do_HEAD are the same function."""

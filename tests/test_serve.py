@@ -5,9 +5,12 @@ import json
 import random
 import signal
 import socket
+import struct
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import jax
@@ -698,6 +701,15 @@ def test_connections_that_say_nothing_are_bounded_and_end(finished, monkeypatch)
         assert is_well(server)
 
 
+def test_a_client_that_has_begun_to_speak_may_be_slow(of_run, monkeypatch):
+    monkeypatch.setattr(jax_apps.serve.Handler, 'timeout', 0.3)
+    with socket.create_connection(('127.0.0.1', of_run.server_port), timeout=60) as client:
+        client.sendall(b'GET /health HTTP/1.1\r\n')
+        time.sleep(0.6)
+        client.sendall(b'Host: localhost\r\n\r\n')
+        assert client.recv(12) == b'HTTP/1.1 200'
+
+
 # -----------------------------------------------------------------------------
 # the command
 
@@ -748,6 +760,67 @@ def test_a_template_without_end_is_refused_and_the_server_goes_on(speaking):
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def usage(process):
+    """(threads, descriptors, MB of memory) of a process, on Linux."""
+    proc = Path(f'/proc/{process.pid}')
+    pages = int((proc / 'statm').read_text().split()[1])
+    return len(list((proc / 'task').iterdir())), len(list((proc / 'fd').iterdir())), pages * 4096 / 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='reads /proc')
+def test_after_many_requests_and_hang_ups_a_server_has_what_it_had_before(finished, pytestconfig):
+    process, port = start_serving(f'--out_dir={finished[0]}', f'--max_new_tokens={N_NEW}')
+    server = types.SimpleNamespace(server_port=port)
+
+    def be_client(i):
+        """Half of the clients hang up: in the middle of the request, at once, or later, some by a reset."""
+        rng = random.Random(i)
+        body = {'prompt': 'the fox'[:1 + i % 7], 'seed': i % 50, 'stream': i % 3 > 0}
+        if i % 2:
+            status, text = post(server, body)
+            assert status == 200 and (not body['stream'] or text.endswith('data: [DONE]\n\n'))
+            return
+        with socket.create_connection(('127.0.0.1', port), timeout=60) as client:
+            content = json.dumps(body).encode()
+            client.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                           b'Content-Length: %d\r\n\r\n%s' % (len(content), content[:None if i % 4 else 9]))
+            time.sleep(rng.choice([0, rng.uniform(0, 0.3)]))
+            if i % 3 == 0:  # closing resets the connection
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack('ii', 1, 0))
+
+    def comes_in():
+        with contextlib.suppress(OSError):  # a connection too many is closed
+            return is_well(server)
+
+    def send_all(numbers):
+        with ThreadPoolExecutor(12) as clients:
+            list(clients.map(be_client, numbers))
+
+    n_requests = pytestconfig.getoption('--requests')
+    send_all(range(n_requests))
+    wait_for('the end of the answers', lambda: is_well(server), process)
+    time.sleep(1)
+    threads, descriptors, memory = usage(process)
+    send_all(range(n_requests))
+    # 200 connections that say nothing: others come in again after SILENCE
+    with contextlib.ExitStack() as silent:
+        for _ in range(200):
+            silent.enter_context(socket.create_connection(('127.0.0.1', port), timeout=60))
+        time.sleep(0.5)
+        started = time.monotonic()
+        wait_for('an answer', comes_in, process, seconds=60)
+        assert time.monotonic() - started < jax_apps.serve.SILENCE + 2
+    wait_for('the end of the threads', lambda: usage(process)[0] <= threads, process, seconds=60)
+    wait_for('the end of the sockets', lambda: usage(process)[1] <= descriptors, process, seconds=60)
+    print(f'{n_requests} requests: {threads} threads, {descriptors} descriptors, {memory:.0f} MB; '
+          f'afterwards {usage(process)}')
+    assert usage(process)[2] < memory * 1.05 + 10
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and 'Traceback' not in err
 
 
 def test_a_server_that_cannot_be_is_refused(finished):
