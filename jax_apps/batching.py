@@ -218,8 +218,8 @@ class Batch:
 
     def place_rows(self, rows):
         """Gives each of `rows` a place in the batch. Makes the Decoder of the batch if there is
-        none, and resizes the Decoder's state if the rows do not fit or more than half of its places
-        are free. Rows that are not in `rows` must have no place."""
+        none. Resizes the batch if the rows do not fit, or if it has more than twice as many places
+        as resize would give it. Rows that are not in `rows` must have no place."""
         n_places = self.n_rows or max(2, power_of_two(len(rows)))
         n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
         if self.decoder is None:
@@ -248,8 +248,9 @@ class Batch:
         self.fastest = math.inf
 
     def resize(self, n_places, n_columns):
-        """Copies the placed rows to a state with n_places rows, each with space for n_columns
-        tokens."""
+        """Changes the number of places in the batch to n_places, each with space for n_columns
+        tokens. Makes a new state for the batch's Decoder, and copies the rows that have a place
+        into the first places of the new state."""
         placed = [row for row in self.places if row]
         old_places = [row.place for row in placed]
         state = self.decoder.state
@@ -267,7 +268,8 @@ class Batch:
             row.place = place
 
     def put(self, row):
-        """Copies the state of a row to a free place."""
+        """Copies the state of a Row into a free place of the batch, and drops the row's own KV
+        cache. The batch must have a free place."""
         decoder = row.decoder
         self.decoder.longest = max(self.decoder.longest, decoder.longest)
         self.decoder.grow(decoder.n_slots, len(self.places))

@@ -300,7 +300,9 @@ class Job:
 # the main thread: the queue, and the model
 
 class Server(ThreadingHTTPServer):
-    """Listens as soon as it is made, and answers requests in run()."""
+    """A server of one model. The constructor opens the address, and run() answers requests. Each
+    connection has a thread with a Handler, which puts its request into the queue as a Job. The
+    thread that calls run() has the model and makes the answers."""
     daemon_threads = True  # an answer under way does not keep the process
     request_queue_size = CONNECTIONS
 
@@ -450,10 +452,13 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Answers a Job with echo: continues the prompts, and scores prompts and continuations.
-        Yields True after each chunk of the continuations, and after each piece of the scoring. Then
-        puts the list of Ends, with the texts and log-probabilities of both, into job.events.
-        prompts: lists of token ids."""
+        """Answers a Job with echo: continues each prompt, then scores the prompt and its
+        continuation. Yields True after each chunk of the continuations, and after each piece of the
+        scoring.
+
+        At the end puts a list of Ends, one for each prompt, into job.events. The text and the
+        log-probabilities of an End are of the prompt and its continuation. prompts: lists of token
+        ids."""
         generation = Generation(
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
         if not (yield from self.make_all(job, generation)):
@@ -586,7 +591,9 @@ class Server(ThreadingHTTPServer):
 
 
 def describe_end(job, generation, i=0):
-    """Returns the End of row i of an answer. job: its Job. generation: its Generation."""
+    """Returns the End of row i of an answer: its text, its finish_reason, its numbers of tokens,
+    and its log-probabilities if they are wanted. job: the answer's Job. generation: the answer's
+    Generation."""
     n_prompt = generation.lengths[i]
     end = int(generation.result.lengths[i])
     if generation.stopped[i]:
@@ -638,8 +645,9 @@ class Handler(BaseHTTPRequestHandler):
     allow = None  # the method that the path takes, if the request has another one
 
     def parse_request(self):
-        """Parses the first line and the headers of a request, as the base class does. From now on a
-        slow client has PATIENCE."""
+        """Sets the time limit of the connection from SILENCE to PATIENCE seconds without a byte.
+        Then parses the first line and the headers of a request, and returns whether they are valid,
+        as the base class does."""
         self.connection.settimeout(PATIENCE)
         return super().parse_request()
 

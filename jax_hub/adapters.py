@@ -24,9 +24,10 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     """Returns (the content of adapter_config.json; {name: array}) of an adapter.
 
     modules: {name of a module in transformers: Halves}. rank, alpha: the rank and alpha of the run.
-    A module that holds n of the run's updates side by side has n times this rank and alpha. base:
-    the path of the base model, or its name on the hub. model_type: the model_type in the base
-    model's config.json. others: the names of the modules without an update."""
+    Halves of rank n * rank hold n of the run's updates, concatenated along the rank; their module
+    then gets n * alpha. base: the path of the base model, or its name on the hub. model_type: the
+    model_type in the base model's config.json. others: the names of the modules without an
+    update."""
     # The tensors of the modules, and the modules with another rank than the run.
     tensors = {}
     ranks = {}

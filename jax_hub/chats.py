@@ -329,9 +329,12 @@ def bytes_of_spans(text, starts, ends):
 
 
 def leave_out(tokenizer, chat, spans, left_out):
-    """Removes the spans of the answers that do not count. spans: what render_marked returns.
-    left_out: the indices of these answers among the messages. Returns the other spans. Raises
-    UserError if the template does not mark such an answer by a span of its own."""
+    """Removes the spans of answers that do not count in the loss. Returns a list of the remaining
+    spans.
+
+    spans: [(start, end)], as render_marked returns them. left_out: the indices of the messages that
+    are answers and do not count. Raises UserError if the template does not mark each answer in
+    `left_out` by one span."""
     kept = list(spans)
     for i in left_out:
         marked = [*chat.messages[:i], mark_answer(chat.messages[i]), *chat.messages[i + 1:]]
@@ -415,12 +418,12 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether `request` and `before` are equal from the question on. The question is the
-    content of the message `question`. Returns False if this message has no text.
+    """Returns whether two prompts for the same answer are equal from the last question on.
+    `question` is the message before the answer. Returns False if this message has no text.
 
-    request: what the template writes to ask for an answer. before: what it writes before this
-    answer in the whole conversation. The two texts may begin differently, because some templates
-    write a system message only into the last turn of a user."""
+    request: the prompt that the template writes to ask for the answer. before: the text that the
+    template writes before the answer in the whole conversation. The two texts may begin
+    differently, because some templates write a system message only into the last turn of a user."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -507,7 +510,8 @@ class Part(NamedTuple):
 
 
 def parts_of(message):
-    """Yields (kind, key, value) of each Part of a message."""
+    """For each Part of a message, yields its fields (kind, key, value). The Part's other field is
+    the index of the message."""
     content = message.get('content')
     if not isinstance(content, str):
         content = ''
@@ -523,10 +527,12 @@ def parts_of(message):
 
 
 def left_out_parts(tokenizer, chat, parts):
-    """Returns those of `parts`, a list of Parts of a Chat, that the template leaves out.
+    """Returns a list of those Parts in `parts` that the template leaves out. parts: a list of Parts
+    of a Chat.
 
-    The Chat is rendered once with a different mark in each part. For each mark that is missing, the
-    Chat is rendered again with that mark alone, because other marks may mislead a template."""
+    Puts a different mark into each Part, renders the Chat, and looks for the marks. For each mark
+    that is missing, renders the Chat again with that mark alone, because several marks at once may
+    mislead a template."""
     if not parts:
         return []
     messages = [dict(message) for message in chat.messages]
@@ -557,7 +563,8 @@ def mark_answer(message):
 
 
 def find_end(answer, text, specials, stop_tokens):
-    """Returns (start; end) of the part of `text` that counts in training for an Answer.
+    """Returns (start, end) in characters: the part of `text` that counts in training for an Answer.
+    This part goes from the end of the generation prompt to the end of the answer.
 
     text: the text of all messages. specials: the Specials of `text`. stop_tokens: the ids that stop
     sampling. An answer ends with the first special token after the words of the answer. If a stop
@@ -592,11 +599,12 @@ def find_end(answer, text, specials, stop_tokens):
 
 
 def find_next_end(tokenizer, chat, behind):
-    """Returns the ids that end the last answer of a Chat, for a template that writes these ids only
-    at the beginning of the next message. A model generates these ids before it stops. Returns [] if
-    there are no such ids.
+    """Returns the ids of the stop token that ends the last answer of a Chat, for a template that
+    writes this token only at the beginning of the next message. If the template writes spaces in
+    front of the token, their ids come first. Returns [] if the template writes no stop token there.
 
-    behind: the text that the template writes after the answer if no message follows."""
+    The model must learn these ids, because it has to generate them to stop. behind: the text that
+    the template writes after the answer if no message follows."""
     # render the conversation with a message that follows
     *messages, last = chat.messages
     follower = {'role': 'tool' if last.get('tool_calls') else 'user', 'content': 'x'}

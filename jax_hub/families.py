@@ -381,11 +381,12 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}, the further values of RopeScaling for linear scaling, which only divides
-    positions by the factor.
+    """Returns {}, because linear scaling needs no more values of RopeScaling than its factor, by
+    which positions are divided.
 
-    linear, llama3, yarn and longrope take the same arguments. rope: RoPE's parameters, see
-    rope_fields. factor, length: RopeScaling's factor and original_length."""
+    linear, llama3, yarn and longrope take the same arguments. Each returns the values of
+    RopeScaling that only its kind of scaling has. rope: RoPE's parameters, see rope_fields. factor,
+    length: RopeScaling's factor and original_length."""
     return {}
 
 
@@ -418,10 +419,11 @@ def yarn_mscale(factor, mscale=1.0):
 
 
 def longrope(rope, factor, length):
-    """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE, for texts up to
-    the context length of pretraining. A model's block_size is limited to this length, because in
-    longer texts transformers rotates all positions by other factors, also the positions that a KV
-    cache holds already. For the arguments see linear."""
+    """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE. They are right for
+    texts up to the context length of pretraining. For the arguments see linear.
+
+    Longer texts are not supported: rope_fields limits block_size to this length. In longer texts,
+    other factors apply to all positions, also to the keys that a KV cache holds already."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
@@ -432,9 +434,10 @@ SCALINGS = {'linear': linear, 'llama3': llama3, 'yarn': yarn, 'longrope': longro
 
 
 def ropes_by_layer_type(hf):
-    """Returns RoPE's fields of GPTConfig for a model with two RoPEs: window_rope_theta is that of
-    layers with a window; the fields of rope_fields are those of all other layers. hf: the config of
-    the model, as transformers reads it."""
+    """Returns the fields of GPTConfig that describe RoPE, {name: value}, for a model with two
+    RoPEs. One RoPE is for the layers with a window: its theta becomes window_rope_theta. The other
+    is for all other layers: it becomes the fields that rope_fields returns. hf: the config of the
+    model, as transformers reads it."""
     full, sliding = (hf.rope_parameters[f'{kind}_attention'] for kind in ('full', 'sliding'))
     if sliding['rope_type'] != 'default':
         raise UserError('only the rope_type "default" of sliding_attention is supported')

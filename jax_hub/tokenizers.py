@@ -143,11 +143,14 @@ class HFTokenizer:
         self.has_letters_only = is_plain and all(len(token) == 1 for token in self.ids)
 
     def read_ends(self, configs, size):
-        """Sets start_token, start_text, end_token, stop_tokens and special_ids. Looks for two
-        tokens, the one that begins a text and the one that ends a text: first by name, then by the
-        ids in `configs`. configs: the contents of generation_config.json and config.json. size: the
-        number of rows of the model's embedding; start_token and end_token are smaller than
-        `size`."""
+        """Sets the attributes about the tokens that begin and end a text: start_token, start_text,
+        end_token, stop_tokens and special_ids.
+
+        Finds these tokens by the names bos_token and eos_token of the tokenizer, and by the ids in
+        `configs`. A token that is found by its name goes first. stop_tokens has all end tokens.
+        Without a token that begins a text, start_token is the end token. configs: the contents of
+        generation_config.json and config.json. size: the number of rows of the model's embedding;
+        start_token and end_token are smaller than `size`."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -254,14 +257,18 @@ class HFTokenizer:
 # the tokenizer of a folder
 
 def read_folder(folder, is_copy=False):
-    """Returns (Tokenizer; special tokens; transformers' tokenizer) of a folder.
+    """Returns (Tokenizer; special tokens; transformers' tokenizer or None) of a folder.
 
     The Tokenizer is of the library tokenizers. The special tokens are {'bos_token': text, ...}.
-    transformers' tokenizer is None if two things hold: tokenizer.json describes the tokenizer
-    completely (is_as_filed), and tokenizer.json has all tokens that tokenizer_config.json names
-    (adds_none; not checked for a copy). A folder with a chat template always needs transformers'
-    tokenizer. is_copy: whether copy_tokenizer has written the folder. Raises UserError if the files
-    cannot be read, and for a link out of the folder."""
+    transformers' tokenizer is loaded only if it is needed, that is, in three cases:
+    - there is no tokenizer.json;
+    - tokenizer.json does not describe the tokenizer completely (is_as_filed), for example in a
+      folder with a chat template;
+    - tokenizer.json lacks tokens that tokenizer_config.json names (adds_none). A copy is not
+      checked for this.
+
+    is_copy: whether copy_tokenizer has written the folder. Raises UserError if the files cannot be
+    read, and for a link out of the folder."""
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)
@@ -323,9 +330,9 @@ def is_as_filed(folder, settings):
 
 
 def adds_none(settings, tokenizer):
-    """Returns whether transformers adds no tokens to a Tokenizer, because the Tokenizer has all
-    tokens that `settings` name. Returns False if `settings` list extra or additional special
-    tokens. settings: the content of tokenizer_config.json."""
+    """Returns whether a Tokenizer already has all tokens that `settings` name, so that transformers
+    adds none. settings: the content of tokenizer_config.json. Returns False if `settings` list
+    extra or additional special tokens, or describe a token by an object in place of a text."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]
@@ -334,10 +341,10 @@ def adds_none(settings, tokenizer):
 
 
 def complete(tokenizer, hf):
-    """Adds to the Tokenizer of a tokenizer.json the parts that only transformers knows: added
-    tokens, their flags, and the tokens around a text. hf: transformers' tokenizer of the same
-    folder. If the class of transformers has another normalizer, split, model or decoder than the
-    file, the one in the file is kept."""
+    """Adds to a Tokenizer what only transformers knows: added tokens, their flags, and the tokens
+    around a text. tokenizer: the Tokenizer of a tokenizer.json, which is changed. hf: transformers'
+    tokenizer of the same folder. Does not change the normalizer, split, model and decoder, even if
+    transformers has others than the file."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
@@ -357,12 +364,13 @@ MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
 
 
 def mend_mistral_split(tokenizer, folder, settings):
-    """Replaces the wrong split of some Mistral tokenizers by the published split, as transformers'
-    fix_mistral_regex does, and prints a line about it. "fix_mistral_regex": false in
-    tokenizer_config.json forbids the replacement. tokenizer: the Tokenizer, which is changed.
-    settings: the content of tokenizer_config.json.
+    """Replaces the split before BPE in a Mistral tokenizer if it is the wrong one that some of them
+    have. The published split takes its place, as with transformers' fix_mistral_regex, and a line
+    is printed. tokenizer: the Tokenizer, which is changed. folder: its folder. settings: the
+    content of tokenizer_config.json; "fix_mistral_regex": false there forbids the replacement.
 
-    In Llama 3's tokenizer the same split is right, even if the model has Mistral's architecture."""
+    Does not change Llama 3's tokenizer, for which the same split is right, even if the model has
+    Mistral's architecture."""
     config = read_config_json(folder)
     version = re.match(r'\d+', str(config.get('transformers_version')))
     is_old = version is None or int(version[0]) < 5
@@ -415,8 +423,9 @@ def decoder_kinds(tokenizer):
 
 
 def limit_vocabulary(tokenizer, size):
-    """Lowers vocab_size to `size`, the number of rows of the model's embedding, if all tokens past
-    `size` are special tokens. Gemma 3's text models have such a token, for images."""
+    """Sets vocab_size of a tokenizer to `size` if it is larger, and if all tokens with ids of
+    `size` or more are special tokens. size: the number of rows of the model's embedding. Example:
+    Gemma 3's text models have a token for images, and no row for it."""
     if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
         tokenizer.vocab_size = min(tokenizer.vocab_size, size)
 
@@ -525,7 +534,7 @@ def probe_ids(tokenizer):
 
 def tokens_digest(tokenizer):
     """Returns a digest of a Tokenizer of the library tokenizers. The digest covers its vocabulary,
-    the ids of PROBE, and the ids of a text in which words stand beside its first added tokens."""
+    the ids of PROBE, and the ids of a text with words beside the first N_PROBED added tokens."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())[:N_PROBED]
     is_plain = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = False
@@ -541,14 +550,16 @@ def digest(content):
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):
-    """Returns the description of the tokenizer of a run that trains a pretrained model on a data
-    set. data, model: the descriptions of the tokenizers of the data set and of the model; `model`
-    may be None (unknown). dataset, model_name: names for the error message. vocab_size: the size of
-    the model's vocabulary.
+    """Checks that a pretrained model can be trained on a data set: the same ids must mean the same
+    tokens. Returns the description of the run's tokenizer. This is the model's, or the data set's
+    if the model's is unknown.
 
-    Raises UserError if the ids of the data set and of the model mean different tokens. If the
-    model's tokenizer is unknown, raises UserError unless the data set's tokenizer is of the kind
-    'char' with vocab_size characters."""
+    data, model: the descriptions of the tokenizers of the data set and of the model; `model` may be
+    None (unknown). dataset, model_name: names for the error message. vocab_size: the size of the
+    model's vocabulary.
+
+    Raises UserError if ids mean different tokens. If the model's tokenizer is unknown, accepts only
+    a data set of characters (kind 'char') with vocab_size characters."""
     if model and same_tokens(data, model):
         return model
     if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:

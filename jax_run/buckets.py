@@ -271,8 +271,9 @@ class BucketRun:
         return epath.Path(self.folder.url) / 'ckpt'
 
     def make_checkpoints(self):
-        """Makes nothing, because a bucket has no folders. Returns None, so that Orbax takes its
-        default for a bucket and writes COMMITTED to complete a checkpoint."""
+        """Makes no folder, because a bucket has no folders. Returns None: Orbax then completes a
+        checkpoint in the way that is its default for buckets, by writing an object COMMITTED into
+        the checkpoint."""
 
     def shown(self, text):
         return str(text).replace(str(self.files), self.folder.url)
@@ -281,8 +282,9 @@ class BucketRun:
         return ''
 
     def refresh(self):
-        """Brings `files` up to date with the bucket. If this process holds the lease, only the
-        files in SMALL are copied, because this process writes the other files itself."""
+        """Brings `files` up to date: copies from the bucket what has changed there. If this process
+        holds the lease, copies only the files in SMALL, because this process writes the other files
+        itself."""
         before = self.objects
         self.objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
@@ -346,8 +348,8 @@ class BucketRun:
 
     def write_checksums(self):
         """Writes checksums.json, {file: [size, CRC-32C]} as the bucket reports them, into the
-        checkpoint that is complete except for COMMITTED. Uploads the files of the run first, so
-        that a committed checkpoint has its metrics.
+        checkpoint that Orbax is about to complete by the object COMMITTED. Uploads the files of the
+        run first, so that a committed checkpoint has its metrics.
 
         Orbax calls this method in one process, and drops the checkpoint if this method raises an
         exception."""

@@ -335,9 +335,12 @@ def list_steps(folder):
 
 def read_val_loss(step, since=0):
     """Returns the validation loss of the checkpoint in the folder `step`, by which the best
-    checkpoint is chosen. Returns -infinity if the metrics are damaged. Returns infinity, which
-    sorts last, in two cases: there are no metrics; or the checkpoint is of iteration `since` or
-    earlier, and its loss was measured on other data."""
+    checkpoint is chosen: the lowest is the best. Returns infinity, the worst loss, if the
+    checkpoint has no metrics, or if its loss was measured on other data, that is, if its iteration
+    is `since` or earlier.
+
+    Returns -infinity as a sign of damage if the metrics cannot be read, or if the loss in them is
+    not finite."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -470,7 +473,7 @@ def add_val_loss(manager, step, val_loss):
 
 def finish_checkpoints(manager):
     """Waits until all checkpoints are on disk, and closes `manager`. Raises UserError if the last
-    checkpoint cannot be written. Raises TryAgain instead if a save may soon succeed."""
+    checkpoint cannot be written. The UserError is a TryAgain if a later save may succeed."""
     run = run_of(manager)
     try:
         manager.wait_until_finished()
@@ -545,9 +548,9 @@ def has_checksums(run, path):
 
 def open_checkpoint(run, step, items=ITEMS, is_checked=True):
     """Returns the metadata of checkpoint `step`, an iteration. run: a DiskRun or BucketRun. items:
-    the folders of the checkpoint that must be intact, some of ITEMS. is_checked: whether their
-    checksums are compared. Raises UserError if one of them is damaged, or if this program has not
-    written the checkpoint."""
+    the folders of the checkpoint that must be intact, some of ITEMS. is_checked: whether the
+    checksums of these folders are compared. Raises UserError if one of these folders is damaged, or
+    if this program has not written the checkpoint."""
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
     # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.

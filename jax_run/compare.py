@@ -99,9 +99,12 @@ def read_manifest(files):
 
 
 def mark_val_data(runs):
-    """Sets run['marked'] of each of `runs`, the results of read_run. If the runs are known to have
-    different validation data, run['marked'] is {'val data': digest}, a column of the table ('?' for
-    an unknown digest), and a line is printed. Otherwise run['marked'] is {}."""
+    """Marks runs that have different validation data, because their losses cannot be compared.
+    runs: the results of read_run.
+
+    If the known digests of the validation data differ, sets run['marked'] to {'val data': digest}
+    in each run, with '?' for an unknown digest, and prints a line. print_table shows the digest as
+    a column. Otherwise sets run['marked'] to {}."""
     known = {run['val_data'] for run in runs if run['val_data']}
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}

@@ -37,17 +37,18 @@ def open_tokens(path, dtype, row_length=None):
 
 
 def read_at_random(array):
-    """Tells the system that an array of open_tokens is read at random places. Without this call,
-    the system reads ahead, up to thousands of times as many bytes as are needed."""
+    """Turns off the read-ahead of the operating system for an array that open_tokens returned. Call
+    it before reads at random places, for which read-ahead would fetch up to thousands of times as
+    many bytes as are needed."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_RANDOM'):
         file.madvise(mmap.MADV_RANDOM)
 
 
 def read_soon(array, starts, n_bytes):
-    """Tells the system which parts of an array of open_tokens are read next: n_bytes bytes from
-    each of `starts`, offsets in bytes. The system then fetches these parts together. Without this
-    call, after read_at_random, the system would fetch page by page."""
+    """Asks the operating system to fetch parts of an array that open_tokens returned, all at once:
+    n_bytes bytes from each of `starts`, offsets in bytes. Without this call, after read_at_random,
+    the system would fetch page by page."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_WILLNEED'):
         for start in starts:
@@ -56,9 +57,9 @@ def read_soon(array, starts, n_bytes):
 
 
 def check_not_cut(array):
-    """Raises DataChanged if the file of an array of open_tokens has become shorter. Reading beyond
-    the end of the file would kill this process by SIGBUS, without a message. Does nothing for other
-    kinds of arrays."""
+    """Raises DataChanged if `array`, which open_tokens returned, is of a file that has become
+    shorter. Reading beyond the end of the file would kill this process by SIGBUS, without a
+    message. Does nothing for other kinds of arrays."""
     file = getattr(array, '_mmap', None)
     if file is not None and file.size() < array.nbytes:
         raise DataChanged(f'{array.filename} was cut short while it was read: it has '

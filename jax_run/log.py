@@ -101,10 +101,13 @@ class RunLog:
     # --- iterations
 
     def iteration(self, iter_num, metrics):
-        """Logs iteration iter_num on a CPU. On other devices, logs the previous iteration, so that
-        the host does not wait for the step that has just begun. metrics: {name: scalar on the
-        device} of the step; None if there was no update, because no token of the iteration counts
-        in the loss."""
+        """Takes the metrics of iteration iter_num. On a CPU, logs them at once. On other devices,
+        logs the metrics of the previous iteration and keeps the new ones for the next call, so that
+        the host does not wait for the step that has just begun.
+
+        metrics: {name: scalar on the device} of the step; None if there was no update, because no
+        token of the iteration counts in the loss. Such an iteration is logged at once, as
+        skipped."""
         self.flush()
         if metrics is None:
             self.bar.update()
@@ -249,14 +252,15 @@ class NotFinite(UserError):
 
 
 class MetricsLog:
-    """The file out_dir/metrics.jsonl, one JSON object per line.
+    """The file out_dir/metrics.jsonl, one record (JSON object) per line.
 
-    The constructor keeps the records of the iterations before iter_num, at which the run starts,
-    and drops all others, so that each iteration is there once after a resume. Of iteration iter_num
-    itself, it keeps an evaluation, which is then not written again, and a change of max_iters. With
-    iter_num=0, all records are dropped. An incomplete last line is dropped. If other lines cannot
-    be read, they are left out, a message says so, and the old file is kept as
-    metrics.jsonl.damaged.
+    When a run starts at iteration iter_num, the constructor keeps the records of earlier iterations
+    and drops the others, which the run writes again. If the file has an evaluation or a change of
+    max_iters at iter_num itself, the constructor keeps these records, too; write() does not write
+    that evaluation again. With iter_num=0, drops all records.
+
+    An incomplete last line is dropped. If other lines cannot be read, they are left out, a message
+    says so, and the old file is kept as metrics.jsonl.damaged.
 
     A line that cannot be written, for example on a full disk, is written with a later line."""
 

@@ -70,14 +70,15 @@ LIBRARIES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
 
 def open_manifest(run, data, config):
-    """Makes the manifest of a run, and compares it with the other processes' manifests. In a
-    resume, also compares the data with the data of the checkpoint.
+    """Makes the manifest of a run, checks it, and returns it. run: a Run. data: what open_data
+    returns. config: the GPTConfig of the run's Program.
 
-    run: a Run. data: what open_data returns. config: the GPTConfig of the run's Program. Returns
-    the manifest. Raises UserError if processes differ. Data that differ from the checkpoint's are
-    accepted only if the user has given --init_from=resume, and --dataset on the command line; else
-    raises UserError. After such a change of data, the checkpoint's best validation loss does not
-    count (see begins_anew)."""
+    Raises UserError if the processes have different code, versions or data.
+
+    In a resume, compares the data with the data of the checkpoint. If they differ, raises
+    UserError, unless the user has asked for other data by --init_from=resume and by --dataset on
+    the command line. After such a change of data, the run ignores the checkpoint's best validation
+    loss (see begins_anew)."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -311,9 +312,12 @@ def find_change(before, now):
 
 
 def continue_data(run, data):
-    """Returns the manifest's `earlier_data` for a run that is resumed. data: the `data` of this
-    process's manifest. Raises UserError for changed data that the user did not ask for (see
-    open_manifest)."""
+    """Returns the entry `earlier_data` for the manifest of a resumed run: a list of the data that
+    the run has trained on before, [{'until': iteration, 'data': entry `data` of that time}]. If the
+    data change in this resume, adds an element to the list and prints a line.
+
+    data: the entry `data` of this process's manifest. Raises UserError if the data change and the
+    user did not ask for it (see open_manifest)."""
     known = run.resumed.get('manifest')
     if not known:
         print('the checkpoint is of an earlier version and does not say of which data it is: they '
@@ -339,7 +343,7 @@ def continue_data(run, data):
 
 def begins_anew(manifest, iter_num):
     """Returns whether a run gets other data when it is resumed at iteration iter_num. If so, the
-    best validation loss in its checkpoint does not count. manifest: the resumed run's manifest."""
+    run ignores the best validation loss in its checkpoint. manifest: the resumed run's manifest."""
     return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 

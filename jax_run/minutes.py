@@ -91,9 +91,10 @@ class Deadline:
         self.next = iter_num + ceil_div(self.max_iters - iter_num, CHECKED)
 
     def has_moved(self, iter_num, log):
-        """Measures the speed again, if a measurement is due at iteration iter_num. Returns whether
-        max_iters, the number of iterations that fit, has changed. All processes call this method,
-        and have the same max_iters afterwards. log: the RunLog."""
+        """Measures the speed again, if a measurement is due at iteration iter_num. Sets max_iters
+        to the number of iterations that fit into --minutes at this speed, if that differs enough
+        (MOVED). Returns whether max_iters has changed. All processes call this method, and have the
+        same max_iters afterwards. log: the RunLog."""
         if iter_num < self.next or iter_num >= self.max_iters:
             return False
         n = iter_num + self.count_fitting(iter_num, log.evaluating_s)
@@ -120,9 +121,9 @@ class Deadline:
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """If fewer than FEW iterations fit, prints how many fit and what has taken the time. flags:
-    the flags of the run, with the max_iters that fit. source: the training data. seconds: the
-    seconds since the start."""
+    """If fewer than FEW iterations fit into --minutes, prints how many fit and how long start,
+    compilation and measuring have taken. flags: the flags of the run; their max_iters is the number
+    that fits. source: the training data. seconds: the seconds since the start."""
     n = flags['max_iters']
     if n >= FEW:
         return

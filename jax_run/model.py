@@ -25,12 +25,13 @@ class Model:
 
 
 def with_block_size(config, block_size, source):
-    """Returns the config of a trained model, for sequences of `block_size` tokens.
+    """Returns `config`, the config of a trained model, changed for sequences of `block_size`
+    tokens. source: the name of the model, for messages.
 
     With learned positions, config.block_size becomes `block_size`, because the table of positions
-    is truncated. Raises UserError if the table is too short. With RoPE, a smaller config.block_size
-    is raised to `block_size`, and a printed line says so; a larger one stays. source: the name of
-    the model, for messages."""
+    is truncated. Raises UserError if the table is shorter than `block_size`. With RoPE,
+    config.block_size is raised to `block_size` if it is smaller, and a line says so; if it is
+    larger, the config is returned unchanged."""
     if config.position == 'learned':
         if block_size > config.block_size:
             raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '

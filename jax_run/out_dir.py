@@ -253,7 +253,9 @@ def lock_out_dir(out_dir, resumed_at=None):
 
 
 def set_damaged_aside(run, resumed_at):
-    """Renames the damaged checkpoints of a run (see lock_out_dir). run: a DiskRun or BucketRun."""
+    """Renames the damaged checkpoints of a run, and prints a line for each. A checkpoint counts as
+    damaged if its metrics are unreadable, or if it is newer than iteration resumed_at (None if the
+    run is not resumed); see lock_out_dir. run: a DiskRun or BucketRun."""
     folder = run.files / 'ckpt'
     for step in list_steps(folder):
         path = folder / str(step)

@@ -79,10 +79,10 @@ def pretrained_model(flags, given, meta, dtype):
 # a sample while training
 
 def open_sampler(run):
-    """Makes a function that takes a TrainState and returns a continuation of --sample_prompt, the
-    same that sample_jax.py would make from a checkpoint of this state. For a new model before its
-    first update, that function returns ''. Raises UserError for a prompt that cannot be
-    continued."""
+    """Makes a function that takes a TrainState and returns a text: --sample_prompt with a
+    continuation, the same that sample_jax.py would make from a checkpoint of this state. For a new
+    model before its first update, that function returns ''. Raises UserError for a prompt that
+    cannot be continued."""
     prompt = run.flags['sample_prompt']
     with in_all_processes():
         sampler = create_sampler(prompt, run.model, run.devices[0])
@@ -96,9 +96,9 @@ def open_sampler(run):
 
 
 def create_sampler(prompt, model, device):
-    """Returns the Model as a TextModel without parameters, for sample_while_training. The TextModel
-    is on one device of the same kind as `device`. Raises UserError for a prompt that the model
-    cannot continue."""
+    """Returns a TextModel without parameters, for sample_while_training. It has the config and the
+    tokenizer of `model`, a Model, and is on one device of the same kind as `device`. Raises
+    UserError if the model cannot continue `prompt`."""
     layout = setup_distributed_training(jax.local_devices(backend=device.platform)[:1])
     config = config_for_decoding(model.config, layout, model.config.dtype)
     sampler = TextModel({}, config, load_tokenizer(model.tokenizer), layout)
@@ -107,12 +107,13 @@ def create_sampler(prompt, model, device):
 
 
 def sample_while_training(sampler, state, lora, prompt, seed):
-    """Returns the first SAMPLE_TOKENS tokens, as a text, of the first sample that sample_jax.py
-    would return with the parameters of a TrainState. All processes call this function, and all get
-    the text. The state stays unchanged.
+    """Returns `prompt` followed by a continuation of up to SAMPLE_TOKENS tokens, as a text. The
+    model has the parameters of `state`, a TrainState, which stays unchanged. The text is the
+    beginning of the first sample that sample_jax.py makes with these parameters, this prompt and
+    this seed. All processes call this function, and all get the text.
 
     sampler: a TextModel without parameters, as create_sampler returns it. lora: the LoRA entry of
-    the checkpoint."""
+    the checkpoint, None without LoRA."""
     # the parameters as decoding reads them, on one device
     params = jax.tree.map(whole_array, state.weights)
     if lora:

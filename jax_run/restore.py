@@ -37,8 +37,9 @@ def restore_params(out_dir, step, config, meta, layout):
 
 
 def make_params(config, lora):
-    """Makes new parameters of a model, or new updates of LoRA. Only their shapes are used. lora:
-    the LoRA entry of a checkpoint, None for a model without LoRA."""
+    """Makes new parameters of a model; for a LoRA run, makes new updates instead. The caller traces
+    this function to learn their shapes, and computes nothing. lora: the LoRA entry of a checkpoint,
+    None for a model without LoRA."""
     if not lora:
         return init_params(jax.random.key(0), config)
     from jax_train_utils import create_updates  # sampling needs no training

@@ -61,22 +61,26 @@ def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
 
 @functools.lru_cache(maxsize=1024)
 def epochs_of(order: Order) -> Callable:
-    """Returns a function of an epoch, which computes shuffle_epoch(order, epoch) and caches its
-    last two results."""
+    """Returns a function f(epoch) with the result of shuffle_epoch(order, epoch). The function
+    caches its last two results."""
     return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
 
 
 def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
-    """Returns (the offset of the epoch's windows; a permutation of 0 .. order.n - 1)."""
+    """Shuffles an epoch of an Order. Returns (the offset of the epoch's windows; a permutation of 0
+    .. order.n - 1)."""
     rng = np.random.default_rng([order.seed, DATA, epoch])
     offset = int(rng.integers(order.n_offsets)) if order.n_offsets else 0
     return offset, rng.permutation(np.arange(order.n, dtype=np.min_scalar_type(order.n)))
 
 
 def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
-    """Returns the Order of windows of block_size + 1 tokens. The last token of a window is the
-    first of the next. An epoch has one window less than fit into n_tokens, so that there are at
-    least block_size offsets. But if only one window fits, an epoch has that window."""
+    """Returns the Order of the windows in a text of n_tokens tokens. A window has block_size + 1
+    tokens. The last token of a window is the first token of the next window.
+
+    Each epoch has an offset of its own, a random position at which the leftmost window starts. To
+    leave space for more than block_size different offsets, an epoch has one window less than fit
+    into the text. If only one window fits, an epoch has this window."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
@@ -190,7 +194,8 @@ class Windows:
         return n_sequences / self.order.n
 
     def spread(self, n_rows: int) -> np.ndarray:
-        """Returns the places of n_rows windows that are spread evenly over the split."""
+        """Returns the start positions of n_rows windows that are spread evenly over the split, from
+        its first to its last window."""
         last = len(self.tokens) - 1 - self.block_size  # the start of the last window
         return np.arange(n_rows) * last // max(1, n_rows - 1)
 
@@ -239,23 +244,27 @@ class Rows(Windows):
         return rows[:, :-1], rows[:, 1:]
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask at `places`. Returns {'weight' float32, 'start' int32, 'padding' bool},
-        each [B, block_size]; see GPT.loss."""
+        """Reads the mask of the rows with the indices `places`. Returns a dict of arrays [B,
+        block_size]:
+        - 'weight' float32: 1 for targets that count, 0 for other targets;
+        - 'start' int32: where the conversation of each token starts in its row (see find_starts);
+        - 'padding' bool: whether a token is padding."""
         mask = self.mask[places]
         weight = (mask[:, 1:] == COUNTS).astype(np.float32)
         padding = find_padding(mask)[:, :-1]
         return {'weight': weight, 'start': find_starts(mask[:, :-1]), 'padding': padding}
 
     def spread(self, n_rows: int) -> np.ndarray:
-        """Returns the places of n_rows rows that are spread evenly over the split, or of all rows
+        """Returns the indices of n_rows rows that are spread evenly over the split, or of all rows
         if there are fewer."""
         n = min(n_rows, len(self.tokens))
         return np.arange(n) * len(self.tokens) // n
 
 
 def scale_weights(batch: dict, n_counted: int, n_targets: int) -> dict | None:
-    """Scales the weights of a batch to a mean of 1 over the targets of its iteration, and returns
-    the batch. Returns None if no target counts. n_targets: the number of targets of the iteration.
+    """Multiplies batch['weight'] by n_targets / n_counted, and returns the batch. The weights of
+    all targets of the iteration then have a mean of 1. Returns None if no target counts. batch: all
+    or a part of the iteration, changed in place. n_targets: the number of targets of the iteration.
     n_counted: how many of these targets count in the loss."""
     if not n_counted:
         return None
@@ -275,8 +284,10 @@ def find_starts(mask_x: np.ndarray) -> np.ndarray:
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
     """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the rows
-    (see find_starts). The last part of a row, from its last STARTS on, is padding if no token of
-    that part counts, because each conversation has a token that counts."""
+    (see find_starts).
+
+    Only the end of a row can be padding: the tokens from the row's last STARTS on. They are padding
+    if none of them counts, because each conversation has a token that counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)
@@ -351,7 +362,9 @@ class Pairs(Windows):
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
-        """Draws the sequences numbers[rows] of the run's stream; see read()."""
+        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
+        all sequences of an iteration. rows: which of these sequences to return. Returns the batch
+        as read() does. Unlike Windows.draw, does not scale the weights."""
         return self.read(self.locate(numbers[rows]))
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
@@ -403,7 +416,8 @@ class Mixture:
         return scale_weights(batch, n_counted, len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns the number of passes over the part that is read most often."""
+        """Returns how many times n_sequences sequences of the mixture go through a part of it. The
+        part is the one that they go through most often."""
         passes = []
         for part, fraction in zip(self.parts, self.fractions):
             passes.append(part.count_passes(fraction * n_sequences))

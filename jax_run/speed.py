@@ -131,8 +131,8 @@ def bytes_read_per_step(params, config, n_tokens):
 
 
 def tokens_per_step(result):
-    """Returns how many tokens a decode step of a GenerationResult computed on average, with all
-    rows and drafts."""
+    """Returns the average number of tokens that a decode step of a GenerationResult computed: one
+    for each row, plus the drafted tokens."""
     return len(result.lengths) + result.drafted / max(1, result.steps)
 
 

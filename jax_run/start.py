@@ -275,11 +275,10 @@ def check_fits(run, micro_batch):
 
 def open_program(run, data, layout, objective):
     """Builds the Program of a run from its flags, its data, its model and the devices. Raises
-    UserError if the devices cannot split or compute the model.
+    UserError if the devices cannot split or compute the model. objective: see assemble.
 
-    objective: see assemble. The Program trains with sequences of flags['block_size'] tokens.
-    Checkpoints store the block_size of run.model.config instead. With RoPE, the stored one can be
-    larger."""
+    The Program trains with sequences of flags['block_size'] tokens. With RoPE, block_size in
+    run.model.config, which checkpoints store, can be larger."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)
@@ -297,8 +296,10 @@ def state_without_params(*args):
 def start_state(run, program):
     """Makes the first TrainState of a run. program: the run's Program. A resumed run has the state
     of its checkpoint. Any other run has a new state, with the parameters of the pretrained model if
-    there is one. Returns (state; run). With LoRA, the parameters of the base model are frozen, and
-    run.model.lora has their checksum."""
+    there is one. With LoRA, the parameters of the base model are in the state as frozen parameters.
+
+    Returns (state; run). The returned Run differs from `run` only with LoRA: its model.lora has the
+    checksum of the base model."""
     flags, model = run.flags, run.model
     config, layout, tx = program.config, program.layout, program.tx
     key = jax.random.key(flags['seed'])
@@ -471,8 +472,9 @@ def schedule_end(flags, iter_num):
 
 
 def with_schedule(state, run, iter_num, layout):
-    """Returns the TrainState with the schedule of iteration iter_num, if the schedule's end moves
-    at iter_num; else returns `state` unchanged."""
+    """Returns `state`, the TrainState before iteration iter_num, with the learning rate schedule
+    that applies from iter_num on. The schedule changes only where --minutes has moved its end (see
+    schedule_end). At other iterations, returns `state` unchanged."""
     if iter_num not in read_ends(run.flags['earlier_ends']):
         return state
     return state.replace(schedule=layout.device_put(schedule_from_flags(run.flags, iter_num)))

@@ -50,11 +50,11 @@ class Found(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """A value that differs from the value in metrics.jsonl."""
+    """A value that training again has computed, and that differs from the logged value."""
     iter: int
     name: str
-    value: float
-    kept: float  # in metrics.jsonl
+    value: float  # as training again has computed it
+    kept: float  # the logged value, in metrics.jsonl
 
     def __str__(self):
         return (f'{self.name} of iteration {self.iter} is {self.value:.9g}, and {self.kept:.9g} in '
@@ -191,8 +191,11 @@ class Differences(NamedTuple):
 
 
 def find_differences(known, now, data):
-    """Compares `known`, the manifest of a checkpoint, with `now`, the manifest of this process, and
-    reads all of the data. data: what open_data returns. Returns the Differences."""
+    """Compares `known`, the manifest of a checkpoint, with `now`, the manifest of this process.
+    Also compares the data files with `known`. Returns the Differences.
+
+    data: what open_data returns. Reads each data file as a whole to compute its SHA-256, because
+    the SHA-256 in `now` is only copied from meta.json."""
     of_data = []
     for one, before in zip(data.sets, known.get('data', ())):
         for name, array in one.files.items():
@@ -295,7 +298,8 @@ def digest_weights(out_dir):
 
 def describe(interval, found, is_near):
     """Returns the line to print on an Interval. found: the Found of this interval. is_near: whether
-    the machine is of another kind and the losses differ by at most BOUND."""
+    differences are accepted, because the machine is of another kind and the losses differ by at
+    most BOUND."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
     if is_near:

@@ -42,7 +42,8 @@ def train(*flags):
 
 
 def describe(out_dir):
-    """Returns (digest of the weights of the latest checkpoint; {iteration: loss} of the log; config.json) of a run."""
+    """Returns (digest of the weights of the latest checkpoint; {iteration: loss} of the log;
+    content of config.json) of the run in out_dir."""
     from jax_run.log import read_metrics
     from jax_run.verify import digest_weights
     losses = {str(record['iter']): record['loss'] for record in read_metrics(out_dir) if 'loss' in record}
@@ -50,9 +51,9 @@ def describe(out_dir):
 
 
 def train_beginning(config, flags, one, n):
-    """Trains the first n iterations of one seed. Returns (digest of the weights; {iteration: loss};
-    manifest). config: the path of a config file. flags: a list of further flags. one: the seed's
-    part of a row, as run returns it."""
+    """Trains the first n iterations of a seed again. Returns (digest of the weights; {iteration:
+    loss}; manifest). config: the path of a config file. flags: a list of further flags. one: the
+    part of a row that run returns; names the seed and the learning rate schedule."""
     with tempfile.TemporaryDirectory() as folder:
         train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
               f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
@@ -63,8 +64,8 @@ def train_beginning(config, flags, one, n):
 
 def run(config, seed, flags):
     """Trains with a seed for as long as the config file says, then its first N_CHECKED iterations
-    again. Returns (the seed's part of a row, a dict; device, a text; manifest). config: the path of
-    a config file. flags: a list of further flags."""
+    again. Returns (the seed's part of a row of the table of machines, a dict; device, a text;
+    manifest). config: the path of a config file. flags: a list of further flags."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
@@ -89,8 +90,8 @@ def cpu_model():
 
 
 def print_row(row):
-    """Prints a row for the table of machines in Markdown, below the table's head. row: the content
-    of the file of a row, as main makes it."""
+    """Prints the table of machines in Markdown with one row. row: the content of the file of a row,
+    as main makes it."""
     n_iters = [one['iterations'] for one in row['seeds']]
     bits = [one['bits_per_byte'] for one in row['seeds']]
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')
@@ -101,10 +102,12 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Trains again with each seed of a row, and compares the results with the row. Trains all
-    iterations if has_all, else at most the first N_CHECKED. Prints a line for each seed. Returns
-    the exit code: 0 if all results agree, else 1. row: the content of the file of a row. flags:
-    further flags of train_jax.py, such as --device. Raises UserError if the data differ."""
+    """Trains again with each seed of a row of the table of machines, and compares the results with
+    the row. row: the content of the file that --save has written. flags: further flags of
+    train_jax.py, such as --device.
+
+    Trains all iterations if has_all, else at most the first N_CHECKED. Prints a line for each seed.
+    Returns the exit code: 0 if all results agree, else 1. Raises UserError if the data differ."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0
@@ -140,7 +143,8 @@ def check(row, flags, has_all):
 
 
 def main():
-    """Makes or checks a row, as the flags say."""
+    """Trains with each seed, and prints a row of the table of machines. With --check, checks a row
+    of that table instead."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', default='1337,1338,1339')

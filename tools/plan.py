@@ -24,9 +24,12 @@ COLLECTIVES = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permut
 
 
 def plan_step(flags, config, devices):
-    """Compiles a step of the model of `config` for `devices`. Returns {name: value}: what was
-    chosen; the memory of one device; and what XLA counts in the program. XLA counts the body of a
-    loop once. flags: the flags of bench_jax.py, as attributes."""
+    """Compiles a step of the model of `config` for `devices`. flags: the flags of bench_jax.py, as
+    attributes.
+
+    Returns {name: value}: the choices that lower_train_step or lower_decode returns; the seconds of
+    compilation; the memory of one device; and what XLA counts in the program. XLA counts the body
+    of a loop once."""
     start = time.perf_counter()
     lower = lower_decode if flags.plan == 'decode' else lower_train_step
     lowered, parts, results = lower(flags, config, devices)
@@ -59,7 +62,8 @@ def plan_step(flags, config, devices):
 
 def lower_train_step(flags, config, devices):
     """Lowers the step that train_jax.py runs. Returns (the lowered step; {'parameters': tree,
-    'optimizer': tree} of ShapeDtypeStructs with shardings; {name: value} of what was chosen)."""
+    'optimizer': tree} of ShapeDtypeStructs with shardings; choices). choices: {name: value}, the
+    chosen kinds of attention and of experts with their reasons, and 'n_params'."""
     # The model, the optimizer and the shapes of the state, as in train_jax.py.
     layout = setup_distributed_training(
         devices, flags.fsdp, flags.tensor, flags.expert, flags.context, flags.zero)
@@ -91,8 +95,9 @@ def lower_train_step(flags, config, devices):
 
 def lower_decode(flags, config, devices):
     """Lowers the loop of max_new_tokens decode steps for batch_size sequences, as sample_jax.py
-    decodes. The loop runs on the first `tensor` * `expert` devices. Returns what lower_train_step
-    returns, with the part 'cache' in place of 'optimizer'."""
+    decodes. The loop runs on the first `tensor` * `expert` devices. Returns (the lowered loop;
+    {'parameters': tree, 'cache': tree} of ShapeDtypeStructs with shardings; {'experts': the chosen
+    kind}, or {} for a model without experts)."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
     config = config_for_decoding(config, layout, config.dtype)

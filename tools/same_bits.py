@@ -185,9 +185,14 @@ def tensors(path):
 # compare, {name: value}.
 
 def data_sets(tree, inputs):
-    """Makes five data sets in a Tree: from the text by characters; from the text by a BPE that is
-    trained on the text; from rows; from chats without --rows; from chats with --rows. Returns
-    {path: digest} of their .bin files and tokenizers. inputs: the folder of the input files."""
+    """Makes five data sets in the work folder of a Tree:
+    - chars: of text.txt, with a token for each character;
+    - bpe: of text.txt, with a BPE that is trained on it;
+    - rows: of rows.jsonl, JSON lines with a text each, with the model's tokenizer;
+    - chats: of chats.jsonl, all conversations as one long text, with the model's tokenizer;
+    - packed: of chats.jsonl with --rows=64, whole conversations packed into rows for block_size 64.
+    Returns {path: digest} of their .bin files and tokenizers. inputs: the folder of these files,
+    with the model in model/."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],
@@ -273,8 +278,9 @@ def sharded(tree, inputs):
 
 
 def old_runs_go_on(tree, inputs):
-    """Resumes in a Tree the runs that the commit's code has trained, and samples from the resumed
-    runs. Returns {name: value} of the losses and samples. inputs: has no effect."""
+    """Resumes, with the code of a Tree, the runs that the checkout of the commit has trained, and
+    samples from the resumed runs. Returns {name: value} of the losses and samples. inputs: has no
+    effect."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):
@@ -290,8 +296,8 @@ CASES = (data_sets, gpt, resumed, float16, qwen, chat, sharded, old_runs_go_on)
 
 
 def compare(old, new):
-    """Returns a list of lines, one for each name whose values differ. old, new: {name: value} of
-    the commit and of this tree."""
+    """Returns a list of lines, one for each name with different values in `old` and `new`. old:
+    {name: value}, computed by the checkout of the commit. new: the same, computed by this tree."""
     lines = []
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
