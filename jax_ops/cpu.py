@@ -251,9 +251,14 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
 # (as_uint8) if cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """Computes multiply(x, w) -> [R, O]. If `tp` (as in linear()) says how w is sharded over a
-    mesh, each tensor rank multiplies by its own shard of w. If XLA's partitioner did this instead,
-    it would gather w, because nt_int16_row splits the rows of w."""
+    """Computes multiply(x, w) -> [R, O]. If w is sharded over tensor ranks, each rank multiplies by
+    its own shard of w.
+
+    tp: how w is sharded, as in linear(). COLUMN_PARALLEL: each rank has some outputs. ROW_PARALLEL:
+    each rank has some inputs, and the partial sums are all-reduced.
+
+    Without this function, XLA's partitioner would gather w, because nt_int16_row splits the rows of
+    w into halves."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0

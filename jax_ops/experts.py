@@ -284,8 +284,8 @@ def batched_apply(f, weights, x_nxbxD, expert_n):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
-    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n_used)]. The blocks [b, D] from
-    n_used on are zeros.
+    """Computes f(weights[expert_n[i]], x[i]) for the first n_used blocks, in a loop -> [n, b, D].
+    The later blocks of the result are zeros. n_used: a scalar, which may be traced.
 
     The gradients of the weights are accumulated in place. JAX's own gradient rule would add zeros
     for all experts in every iteration."""
