@@ -83,8 +83,8 @@ PRESETS = {
 
 
 def check_typed_flags():
-    """Raises UserError for a flag on the command line that this mode does not read. Flags in config
-    files are not checked, because these files are made for training."""
+    """Raises UserError for a flag on the command line that has no effect with the given --mode and
+    --plan. Flags in config files are not checked, because these files are made for training."""
     typed = [arg[2:].partition('=')[0] for arg in sys.argv[1:] if arg.startswith('--')]
     facts = dict(flags)
     facts['step'] = f'compile {plan}' if mode == 'compile' else mode

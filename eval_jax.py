@@ -234,12 +234,14 @@ def read_tasks(path):
 
 def encode_item(items, index, n_examples, delimiter, in_bundle):
     """Returns the rows (ids, start) of items[index], one for each option; ids[start:] are scored.
-    The tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py.
+    n_examples, delimiter: see read_bundle. in_bundle: whether the task is of a bundle.
 
-    in_bundle: whether the task is of a bundle. If so, rows are made as in nanochat instead:
-    n_examples other items with their answers come first. The scored tokens are then: in multiple
-    choice, the tokens after the common beginning of all options; in a schema, the common end of all
-    options; in language modeling, the continuation. n_examples, delimiter: see read_bundle."""
+    If not in_bundle, the tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py. If
+    in_bundle, they are nanochat's: n_examples other items with their answers come first. The scored
+    tokens of nanochat depend on the kind of the item:
+    - multiple choice: the tokens after the common beginning of all options;
+    - schema: the common end of all options;
+    - language modeling: the continuation."""
     item = items[index]
     if item['kind'] == 'chat':
         return [model.encode_answer(item['messages'])]
@@ -346,9 +348,9 @@ def evaluate_text(path):
 
 
 def report(group, name, evaluate, *args):
-    """Evaluates a text or a task by evaluate(*args), a dict. Keeps the result in
-    results[group][name], and prints it with the seconds that the evaluation took. group: 'texts' or
-    'tasks'."""
+    """Calls evaluate(*args), which evaluates a text or a task and returns a dict of figures. Keeps
+    the dict as results[group][name], and prints it with the seconds that the evaluation took.
+    group: 'texts' or 'tasks'. name: the name of the text or task."""
     started = time.perf_counter()
     found = evaluate(*args)
     results[group][name] = found

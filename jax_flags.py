@@ -561,10 +561,12 @@ def is_read(script, name, flags):
 
 
 def check_needs(script, flags, given):
-    """Raises UserError for a given flag that nothing reads: see NEEDS. Accepts such a flag in two
-    cases: its value is off (0, '', False); or the user has also given its switch, the flag in its
-    condition, with any value. Example: --lora_alpha=8 alone raises UserError, but is accepted
-    beside --lora_rank=0.
+    """Raises UserError for a flag in `given` that nothing reads, because its condition in NEEDS is
+    not met. Example: --lora_alpha=8 alone, because lora_alpha is read only if lora_rank is above 0.
+
+    Two kinds of such flags are accepted. A flag may have a value that means off (0, '', False). Or
+    the user has also given the flag that the condition asks for, with any value: --lora_rank=0
+    --lora_alpha=8 is accepted.
 
     flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""
@@ -597,8 +599,9 @@ def rising_learning_rate(flags):
 
 
 def check_given(flags, given):
-    """Raises UserError in two cases: the user has given a min_lr that makes the learning rate rise;
-    or the run starts from scratch, and the user has given a flag that nothing reads (check_needs).
+    """Raises UserError in two cases:
+    - the user has given min_lr, and the learning rate would rise to it instead of fall;
+    - the run starts from scratch, and the user has given a flag that nothing reads (check_needs).
 
     flags: the flags of the run. For a resumed run, they come from its checkpoint. given: the flags
     that the user gave."""
@@ -664,8 +667,11 @@ def check_flags(flags):
 
 @functools.cache
 def read_ends(text):
-    """Reads the flag earlier_ends, such as '300:900,600:1000'. Returns {until: end}, in ascending
-    order: before iteration `until`, the schedule ended at iteration `end`. Raises UserError for a
+    """Parses the flag earlier_ends: where the learning rate schedule ended before --minutes moved
+    its end. Returns {until: end}, in ascending order.
+
+    Example: '300:900,600:1000' gives {300: 900, 600: 1000}. Before iteration 300, the end was
+    iteration 900. From iteration 300 to 599, the end was iteration 1000. Raises UserError for a
     text of another form or order."""
     if not re.fullmatch(r'(\d+:\d+(,\d+:\d+)*)?', text):
         raise UserError(f'earlier_ends is a list such as 300:900,600:1000, not {text}')

@@ -335,9 +335,10 @@ def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, m
     an unfinished row is longer than n_slots, the number of slots of the cache, or if
     drafts_are_useless.
 
-    A row is finished when it has n_end new tokens, is longer than max_length, or is done. n_end: a
-    number or [B]. If use_cache is False, a step of the loop is step_uncached. Otherwise a step is
-    step_cached if n_draft is 0, else step_speculative."""
+    A row is finished when it has n_end new tokens, when it is longer than max_length, or when
+    state.done_B says so: it has met a stop token, or the caller has ended it. n_end: a number or
+    [B]. If use_cache is False, a step of the loop is step_uncached. Otherwise a step is step_cached
+    if n_draft is 0, else step_speculative."""
     def room(state):
         """Returns the number of tokens that each row may still get, [B]."""
         new_tokens_B = n_end - state.n_generated_B
@@ -619,9 +620,9 @@ def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarra
     of row b is equal to that of row rows[row_B[b]]. Example: for the prompts a a a b a, returns
     ([0, 3]; [0, 0, 0, 1, 0]).
 
-    The first index in `rows` is repeated at the end until the length of `rows` is a power of two,
-    so that another number of distinct prompts rarely causes a compilation. If this power of two is
-    at least the number of all rows, all rows are chosen instead."""
+    The length of `rows` is a power of two, so that few programs are compiled: the first index is
+    repeated at the end. If this power of two is at least the number of all rows, all rows are
+    chosen instead."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)
@@ -1048,13 +1049,13 @@ def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, i
 
 def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most: int,
                  cache_dtype: str, with_top: bool) -> Iterator[None]:
-    """Scores the Rows of `groups`, and writes the results into the Rows. Yields after each piece.
-    There must be no more than `most` groups.
+    """Scores the rows of up to `most` groups, and writes the results into the Rows. A group is a
+    list of Rows. In each Row the tokens ids[start:] are scored. Yields None after each piece of
+    computation, so that the caller can do other work.
 
     The tokens that the rows of a group share are prefilled once. After that, the remaining tokens
     of the rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
-    tokens. In each row the tokens from its `start` on are scored. cache_dtype, with_top: as in
-    score."""
+    tokens. cache_dtype, with_top: as in score."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1098,11 +1099,12 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
 
 def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: tuple,
                with_top: bool) -> Iterator[None]:
-    """Computes the log-probability of each scored token of each Row, and writes the results into
-    the arrays of the Row. Yields after each piece, before the results are written.
+    """Computes the log-probability of each scored token of each Row. The tokens are fed to the
+    model in pieces. Yields None after each piece, so that the caller can do other work. Writes the
+    results into the arrays of the Rows at the end, after the last piece.
 
     held[r]: the number of tokens of row r that the cache already has; only the later tokens are
-    fed to the model. with_top: also writes the likeliest token at each position."""
+    fed. with_top: also writes the likeliest token at each position."""
     # counted after the tokens that the cache holds: the number of tokens that are fed (all but the
     # row's last one), and the index of the first that predicts a scored token
     held_R = np.array(held, np.int32)
@@ -1232,12 +1234,13 @@ def round_up_slots(n: int) -> int:
 
 
 def choose_slots(needed: int, longest: int, block_size: int) -> int:
-    """Returns the number of slots for a KV cache that needs `needed` slots now and `longest` at the
-    end.
+    """Returns the number of slots to give to a KV cache. needed: the number of slots that it needs
+    now. longest: the number of slots that it needs at the end. The result is never more than
+    block_size.
 
-    The number is `longest`, rounded up by four_per_octave, if that is at most twice
-    round_up_slots(needed). Otherwise the number is round_up_slots(needed), and the cache grows
-    later. The result is never more than block_size."""
+    If `longest` is not much more than `needed`, the cache gets all slots at once: `longest`,
+    rounded up by four_per_octave. This is so up to twice round_up_slots(needed). Otherwise the
+    cache gets round_up_slots(needed) slots, and grows later."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

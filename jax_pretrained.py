@@ -159,9 +159,9 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
 
 @contextlib.contextmanager
 def finite(name, tensor, dtype):
-    """Checks `tensor` after the `with` block, which fills `tensor`. Raises UserError if `tensor`
-    then has an infinity or NaN. name, dtype: the name and dtype of the tensor, for the error
-    message.
+    """Context manager. The `with` block fills `tensor`, a numpy array. After the block, raises
+    UserError if `tensor` has an infinity or NaN. name, dtype: the name and dtype of the tensor, for
+    the error message.
 
     float16 ends at 65,504: larger weights, which a merged LoRA may have, would be infinite in the
     file."""
@@ -235,14 +235,16 @@ def config_of_base(base):
 
 
 def adapter_modules(updates, config, family):
-    """Returns ({name of a module: Halves}; [name of each module without an update]). The names are
-    those of transformers. Halves are a and b on disk, [rank, in] and [out, rank].
+    """Returns LoRA's updates in peft's form: ({name of a module: Halves}; [name of each module
+    without an update]). The names are those of transformers. Halves are the matrices a [rank, in]
+    and b [out, rank] of a module.
 
     family: a model_type of Hugging Face.
-    updates: the tree of LoRA's a [in, rank] and b [rank, out]. If one matrix in this tree is
-    several tensors on disk (q, k and v), each tensor gets the same a, and its own part of b. If
-    several matrices in this tree are one tensor on disk (gate and up of Phi 3), their updates are
-    concatenated along the rank, and their ranks add up."""
+    updates: LoRA's tree, with {'a': [in, rank], 'b': [rank, out]} for each matrix of GPT that has
+    an update. Usually a matrix of GPT is one module. There are two other cases. If a matrix is
+    several modules (q, k and v), each module gets the same a, and its own part of b. If several
+    matrices are one module (gate and up of Phi 3), their updates are concatenated along the rank,
+    and the ranks add up."""
     updates = flatten_dict(updates)
     found = {}  # {module: [Halves]}
     others = []
@@ -298,8 +300,10 @@ NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
-    """Reads the config.json at `path`, and returns its content with the changes that saving needs.
-    Raises UserError if the file does not describe the model GPT(config)."""
+    """Returns the content of the config.json at `path`, for saving GPT(config) with it. A few keys
+    are changed or removed: for example, a model for images becomes its language model, and GPT-2's
+    number of positions becomes config.block_size. Raises UserError if the file does not describe
+    the model GPT(config)."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']
@@ -426,9 +430,9 @@ def differences(config, hf, source):
 
 
 def meaning(config):
-    """Returns {field: value} of a config in a form that can be compared: zeros and patterns that
-    stand for other values are replaced by those values, and fields without effect on the logits are
-    cleared."""
+    """Returns {field: value} of a GPTConfig, for comparing models: equal dicts mean the same model.
+    A default that stands for another value becomes this value: n_kv_head=0 becomes the number of
+    heads. Fields without effect on the logits, such as dropout, are cleared."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture()
     values['head_dim'] = config.head_width
@@ -466,7 +470,9 @@ class TensorMap(NamedTuple):
         return x.T if self.transpose else x
 
     def fill(self, tensor, parameter):
-        """Writes parameter[dst] to its place in the tensor on disk: the inverse of to_parameter."""
+        """Writes parameter[dst] into `tensor`, in place: the inverse of to_parameter. tensor: a
+        numpy array in memory, with the axes and order of the tensor on disk. parameter: an array;
+        it is only read."""
         x = parameter[self.dst]
         if self.offset:
             x = x - self.offset
@@ -562,10 +568,12 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns the row indices on disk of a matrix [n_rows, in], listed in the order that
-    apply_rope() needs, int [n_rows]. n_rows = heads * head_width. On disk, the last rope_width rows
-    of each head are pairs (2j, 2j + 1). apply_rope() needs the first rows of all pairs, then the
-    second rows."""
+    """Returns how to reorder the rows of a matrix [n_rows, in] from their order on disk to the
+    order that apply_rope() needs: the index on disk of each row, int [n_rows], for TensorMap.rows.
+
+    n_rows = heads * head_width. On disk, the last rope_width rows of each head are pairs, such as
+    x0 y0 x1 y1. apply_rope() needs the first rows of all pairs, then the second rows: x0 x1 y0
+    y1."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]
@@ -644,10 +652,11 @@ def llama_tensor_maps(config, naming):
 
 
 def latent_rows(config, naming):
-    """Returns {module: the indices of its rows on disk, in the order that apply_rope needs}.
+    """Returns {module: the row indices on disk of its matrix, listed in the order that apply_rope
+    needs}, for TensorMap.rows. The modules are attn/q_b and attn/kv_a.
 
-    For a model with multi-head latent attention that has the channels of RoPE interleaved on disk,
-    the modules are attn/q_b and attn/kv_a. For other models, returns {}. naming: the family's
+    Only models with multi-head latent attention have these modules. For other models, and for
+    families that do not interleave RoPE's channels on disk, returns {}. naming: the family's
     Naming."""
     mla = config.mla
     if not mla or not naming.interleaved_rope:

@@ -223,13 +223,12 @@ def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
 class Objective:
     """The loss that a training step minimizes, and the sums that an evaluation measures.
 
-    The functions `means` and `sums` have the arguments (loss_BxT, batch). loss_BxT is the model's
-    loss of each token. batch is {'x', 'y' [B, T], ...}. Both functions return {name: scalar}.
-    means: returns the means over the samples of a training batch. The step minimizes the 'loss'
-    among them.
-    sums: returns the sums over those sequences of an evaluation's batch that have is_row [B] = 1.
-    Sequences with is_row = 0 only fill up the last batch. A sample of several sequences, such as a
-    pair of DPO, counts once for each of its sequences.
+    The functions `means` and `sums` have the arguments (loss_BxT, batch), and return {name:
+    scalar}. loss_BxT is the model's loss of each token. batch is {'x', 'y' [B, T], ...}.
+    means: for training. Returns the means over the batch. The step minimizes the one named 'loss'.
+    sums: for evaluation. Returns the sums over the sequences with is_row [B] = 1. Sequences with
+    is_row = 0 only fill up the last batch. If a sample has several sequences, as a pair of DPO has
+    two, its value is added once for each of them.
     metrics: the names that a training step returns and logs.
     has_reference: whether the batch needs 'reference_loss' [B, T]: the loss of each token, computed
     with the model without LoRA's updates and without dropout."""
@@ -248,13 +247,13 @@ def language_model_means(loss_BxT: Array, batch: dict) -> dict:
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Returns {'loss': the sum over the sequences of each sequence's mean loss}. Sequences that
-    only fill up the batch (is_row = 0) count as 0.
+    """Returns {'loss': the sum over the sequences of each sequence's mean loss}. Sequences with
+    is_row = 0, which only fill up the batch, add 0.
 
-    If the batch has 'weight' [B, T], each token's loss is first multiplied by the token's weight,
-    which is 0 in sequences that only fill up the batch. 'spelled' [B, T], if the batch has it, is
-    like 'weight', but 0 for tokens without bytes. The result then also has 'spelled', computed like
-    'loss' with 'spelled' as the weights."""
+    The batch may have two arrays of weights, [B, T], which are 0 in sequences that only fill up the
+    batch. 'weight' multiplies the loss of each token before the mean. 'spelled' is the same, but 0
+    for tokens that stand for no bytes of text. With 'spelled', the result has a second sum of this
+    name, in which 'spelled' multiplies the losses."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:

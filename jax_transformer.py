@@ -595,12 +595,12 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 # --- one layer's cache in a forward pass
 
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
-    """Returns whether a layer's cache is a ring buffer, with as many slots as its attention span
-    (block_size in a layer without a window or chunks).
+    """Returns whether a layer's cache is a ring buffer: whether a new key may overwrite a key that
+    is out of the attention span.
 
-    A cache is a ring if positions may exceed the span, so that keys are overwritten. This is so in
-    each layer with a window or chunks, and in all layers of a model with RoPE, because RoPE's
-    positions continue past block_size."""
+    This is so in each layer with a window or chunks, and in all layers of a model with RoPE,
+    because RoPE's positions continue past block_size. Otherwise all block_size positions have slots
+    of their own. See count_slots for the size of a ring."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 
@@ -621,11 +621,12 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
 
 def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
                       position_BxT: Array) -> tuple[dict, Array, dict]:
-    """Does the work of update_kv_cache for a ring, where slot == position % S.
+    """Does the work of update_kv_cache for a ring buffer of S slots, in which a token at `position`
+    has the slot position % S. A token thus overwrites the token S positions before it, which is out
+    of the attention span by then. Returns what update_kv_cache returns.
 
-    A token is overwritten once it is out of the attention span. A cache with fewer slots than the
-    span can only hold the positions below S. grow_cache must enlarge such a cache before a later
-    position is written."""
+    If S is less than the span, the cache can only hold positions below S. The caller must enlarge
+    it by grow_cache before a later position is written."""
     B, T = next(iter(new_kv.values())).shape[:2]
     S = next(iter(cache.values())).shape[2]
     span = attention_span(config, layer_type)
@@ -730,10 +731,14 @@ def cache_entry_shapes(config: GPTConfig) -> dict[str, tuple[int, int]]:
 
 
 def count_slots(config: GPTConfig, layer_type: str, n_slots: int) -> int:
-    """Returns the number of slots of a layer's cache: min(n_slots, attention span), where n_slots
-    is the number that is asked for. A complete ring of 2,048 slots or more gets PIECE (512) extra
-    slots. Without the extra slots, update_ring_cache would concatenate the old cache and the new
-    keys for each piece of a prompt, and so copy the cache."""
+    """Returns the number of slots of a layer's KV cache. n_slots: the number of slots that is asked
+    for. A layer needs no more slots than its attention span, so the result is min(n_slots, span),
+    with one exception.
+
+    The exception: a ring buffer with a span of at least 2,048 and n_slots >= span gets span + PIECE
+    slots, that is, 512 more. With these slots update_ring_cache can write a piece of a prompt in
+    place. Without them, it would concatenate the old cache and the piece's keys, which copies the
+    cache."""
     span = attention_span(config, layer_type)
     if has_ring_cache(config, layer_type) and n_slots >= span >= 2048:
         return span + PIECE

@@ -298,14 +298,14 @@ def encode_documents(texts, vocabulary, num_threads=None):
 
 
 def cut(blocks, size=2**20):
-    """Cuts a text that comes in blocks into pieces of at most `size` characters, and yields (piece;
-    is_last).
+    """Cuts a text into pieces of at most `size` characters that can be tokenized one by one. Yields
+    (piece; is_last) for each piece. blocks: an iterable of texts, which are the text when joined.
 
-    If possible, a piece ends after a newline between two characters that are not spaces. At such a
-    cut, GPT-2's BPE, bpe:N and similar tokenizers have the same tokens as for the whole text.
-    Otherwise a piece ends before a space between two words. At such a cut, most other tokenizers
-    have the same tokens as for the whole text, too. A tokenizer that puts a space before a text
-    puts a space before each piece."""
+    A piece ends after a newline that has no space on either side. There, GPT-2's BPE, bpe:N and
+    similar tokenizers give the same tokens as for the whole text. If there is no such newline, the
+    piece ends before a space in front of a word. There, most other tokenizers give the same tokens
+    as for the whole text, too. But a tokenizer that puts a space before a text puts one before each
+    piece."""
     rest = ''
     for block in blocks:
         rest += block
@@ -366,17 +366,20 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_by
 
 def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
                     **meta):
-    """Completes a data set from train.part.bin and val.part.bin. First writes the files of the
-    tokenizer; `files`, {name: bytes, or the path of a file that gets this name}; and meta.json,
-    which also gets the keys of `meta`. Then renames the files of tokens, train.bin last. This order
-    is needed because a folder counts as a data set once it has train.bin. Without meta.json, its
-    tokens would count as GPT-2's.
+    """Makes train.bin, val.bin and meta.json of a data set from train.part.bin and val.part.bin in
+    `folder`, and removes an older data set there. Returns {'train', 'val': the number of tokens}.
 
+    files: more files for the folder, {name: bytes, or the path of a file that is moved there}.
+    meta: more keys for meta.json.
     block_size: if it is not 0, the documents are cut into rows for a training with this block_size,
     see write_rows. lengths: {'train', 'val': the number of tokens of each document}, for rows only.
     n_bytes: {'train', 'val': the number of UTF-8 bytes of the texts, in chats only of the parts
-    that count}; None if unknown. Returns {'train', 'val': the number of tokens}. If a split has too
-    few tokens or no full row, removes the files PARTS and raises UserError.
+    that count}; None if unknown.
+    If a split has too few tokens or no full row, removes the files PARTS and raises UserError.
+
+    Writes the tokenizer's files, `files` and meta.json first. Then renames the files of tokens,
+    train.bin last, because a folder counts as a data set once it has train.bin. Without meta.json,
+    its tokens would count as GPT-2's.
 
     meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
     the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same texts, but
@@ -453,8 +456,8 @@ def remove(folder, names):
 
 
 def describe(vocabulary):
-    """Returns the description of a Vocabulary for meta.json. A description of the kind 'folder' has
-    the "digest" of the tokens; other kinds need none."""
+    """Returns the "tokenizer" of meta.json: vocabulary.tokenizer. If the kind is 'folder', adds a
+    "digest" of the tokenizer's tokens. The other kinds, 'char' and 'gpt2', have none."""
     if vocabulary.tokenizer['kind'] != 'folder':
         return vocabulary.tokenizer
     from jax_hub.tokenizers import tokens_digest
@@ -507,7 +510,7 @@ def count_token_bytes(path, vocabulary, mask=None):
 
 
 class Counted(NamedTuple):
-    """The content of a file of tokens."""
+    """The size, the largest id and the digest of a file of tokens."""
     n: int
     largest: int  # id
     digest: str  # SHA-256 in hex

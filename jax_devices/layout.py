@@ -143,14 +143,20 @@ class Layout:
         return (*shape, *rest), P()
 
     def shard_batch(self, batch, shape):
-        """Moves this process's sequences to the devices, as global arrays. batch: {name: array [n,
-        *rest]}, of the n sequences of local_rows(). shape: see whole_batch."""
+        """Moves this process's sequences to the devices. Returns the batch as global arrays, in the
+        shapes of whole_batch.
+
+        batch: {name: array [n, *rest]} of n sequences, those of local_rows(). shape: (micro-steps,
+        sequences) of a shard, or (sequences,), see whole_batch."""
         batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
         return jax.device_put(batch, self.devices[0])
 
     def put_shards(self, batch, shape, find_part):
-        """Computes shard_batch for several devices. find_part(local, index): the part of a global
-        array at this index, in `local`, {shard number: array [*shape, *rest]}."""
+        """Does the work of shard_batch for several devices.
+
+        find_part: a function of (local, index) that returns a device's part of an array. local:
+        this process's shards of the array, {shard number: array [*shape, *rest]}. index: which part
+        of the global array the device holds, a tuple of slices."""
         def put(x):
             whole, spec = self.whole_batch(shape, x.shape[1:])
             local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
@@ -264,8 +270,9 @@ class Sharded(Layout):
         return partition_specs(tree, self.mesh)
 
     def whole_batch(self, shape, rest):
-        """Returns (shape; PartitionSpec), see Layout. The shards are concatenated on the last axis
-        of `shape`, and the positions are sharded over context."""
+        """Returns (shape; PartitionSpec) as Layout.whole_batch does. The sequences of all shards
+        are one axis: [..., n_data_shards * sequences, *rest]. They are sharded over BATCH, and
+        their positions over context."""
         *first, each = shape
         spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
         return (*first, self.n_data_shards * each, *rest), spec
@@ -386,11 +393,17 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
 
 
 def fit_sizes(sizes, given, n_devices, n_embd):
-    """Returns the sizes {'fsdp', 'tensor', 'expert', 'context'} of the mesh's axes for a resumed
-    run on n_devices devices. If the product of `sizes`, the sizes before, divides n_devices,
-    returns `sizes`. Otherwise keeps the sizes whose flags are in `given`, the flags that the user
-    gave, and sets each other size to 1. But an fsdp above 1 that is not in `given` takes the
-    remaining devices, as far as it divides the width n_embd."""
+    """Returns the sizes of the mesh's axes, {'fsdp', 'tensor', 'expert', 'context'}, for a resumed
+    run on n_devices devices. If the product of `sizes` divides n_devices, returns `sizes`.
+    Otherwise:
+    - a size with its name in `given` stays;
+    - an fsdp above 1 that is not in `given` becomes as large as the remaining devices and the width
+      n_embd allow: the greatest common divisor of both;
+    - every other size becomes 1.
+
+    sizes: the sizes that the flags of the run ask for. given: the flags that the user gave with the
+    command to resume. Example: fsdp=4, tensor=2 on two devices, with nothing given, becomes fsdp=2,
+    tensor=1."""
     if n_devices % max(1, math.prod(sizes.values())) == 0:
         return sizes
     fitting = {name: size if name in given else 1 for name, size in sizes.items()}
@@ -410,7 +423,8 @@ def pmap_step(step, devices, donate_argnums=()):
 
 
 def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
-    """Returns pmap_step with a donated state: the training step of replicated data parallelism."""
+    """Returns the training step step(state, batch) as a pmap over `devices`, with a donated state;
+    see pmap_step. This is data parallelism with the whole state on each device."""
     return pmap_step(step, devices, donate_argnums=0)
 
 

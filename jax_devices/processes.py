@@ -231,7 +231,11 @@ class StopSignal:
         return any(is_saving() for is_saving in self.saves)
 
     def receive(self, signum, frame):
-        """Handles a signal in the main thread, between two steps of Python."""
+        """Does what must happen in the main thread after a signal; the thread of answer() does the
+        rest. After SIGHUP, discards all output. With nothing_to_save, ends the script. In a
+        notebook, raises KeyboardInterrupt at a second signal outside of a save.
+
+        Python calls this method between two bytecode instructions."""
         if signum == HANGUP:
             discard_output()
         if self.nothing_to_save:

@@ -135,7 +135,8 @@ OWN_SETTINGS = {
 
 
 def use_own_settings():
-    """Sets OWN_SETTINGS. Prints a line on stderr if the environment has set another value."""
+    """Sets the options of jax in OWN_SETTINGS, such as no float64. Prints a line on stderr for each
+    option that the environment has set to another value."""
     for name, value in OWN_SETTINGS.items():
         theirs = getattr(jax.config, name)
         if theirs != value:
@@ -204,8 +205,9 @@ def setup_jax_environment(device: str = 'auto',
 
 
 def lost_accelerator():
-    """Returns the warning for a machine with a GPU or TPU on which JAX sees only the CPU. The
-    warning names JAX's plugins and the command that installs JAX anew."""
+    """Returns the text of a warning that the machine has a GPU or TPU, but JAX sees only the CPU.
+    The text names JAX's plugins and the command that installs JAX anew. The caller has found out
+    that this is so."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     names = [f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist]
     extra = 'tpu'

@@ -169,16 +169,21 @@ def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
 
 def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout, start_BxT,
                       kernel):
-    """Computes fused_causal_attention on one of C (n_context) devices, inside shard_map. Each
-    device has T consecutive positions of a sequence, and gets the results [B, T, H, K] of these
-    positions. kernel: a splash_kernel; None is chunked attention.
+    """Computes fused_causal_attention on one of C = n_context devices, inside shard_map. Device d
+    has the queries, keys and values of T consecutive positions, d T to (d + 1) T - 1. Returns the
+    attention of these T queries over the keys of the whole sequence, [B, T, H, K].
 
-    Keys and values are all-gathered. The queries are exchanged so that every device has the same
-    work, and the results are exchanged back. In between, each device's T positions are divided into
-    C pieces, and device i computes the i-th piece of every device. Example with C = 2, T = 4:
-    device 0 computes the positions 0 1 4 5, device 1 the positions 2 3 6 7. A piece attends to the
-    positions of the devices up to the one that the piece is from. So (C + 1) / 2C of all scores
-    are computed, where causal attention needs 1/2."""
+    kernel: a splash_kernel; None is chunked attention. scores, sinks_H, dropout: as in
+    fused_causal_attention. start_BxT: the same for this device's positions.
+
+    Keys and values are all-gathered. An all-to-all exchanges the queries, so that all devices have
+    the same work: the T positions of each device are cut into C pieces, and device i computes piece
+    i of every device. Example with C = 2, T = 4: device 0 computes the positions 0 1 4 5, device 1
+    the positions 2 3 6 7. A second all-to-all exchanges the results back.
+
+    For a piece of device d, chunked attention computes the scores of all keys of the devices 0 to
+    d, and masks the later keys. So it computes (C + 1) / 2C of all scores, where the mask leaves
+    1/2. With a window or chunks, it computes fewer."""
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context
@@ -375,13 +380,13 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
 
 def attend_sequence(common, sequence, n, in_loop):
-    """Computes chunked_attention of one Sequence. Returns [G, T * Q, K], in the axes of
-    fold_groups.
+    """Computes chunked_attention of one Sequence, in blocks of queries. Returns [G, T Q, K], in the
+    axes of fold_groups.
 
-    common: what all sequences of the call share. n: the number of queries in a block; a long
-    sequence has blocks of a multiple of n. in_loop: whether this is called in the body of a loop.
-    Outside a loop a block gets barriers, or XLA would merge the block's recomputation with its
-    forward pass, and keep the probabilities in memory."""
+    common: the Common of the call. n: the number of queries in a block; a long sequence has blocks
+    of a multiple of n. in_loop: whether the caller runs this function in the body of a loop. If
+    not, jax.checkpoint puts barriers around each block. Without them, XLA would merge the block's
+    recomputation with its forward pass, and keep the probabilities in memory."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # fewer than 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
@@ -441,8 +446,8 @@ def attend_block(common, first, first_key, block):
     """Computes softmax(mask(q k^T * scale)) v of some queries and keys of one sequence -> [G, T Q,
     K].
 
-    first, first_key: the positions of the first query and of the first key. block: a Sequence that
-    has these queries and keys only."""
+    common: the Common of the call. first, first_key: the positions of the first query and of the
+    first key. block: a Sequence that has these queries and keys only."""
     q_GxTQxK, k_GxSxK, v_GxSxK, key, start_T = block
     G, TQ = q_GxTQxK.shape[:2]
     n_queries, n_keys = TQ // common.Q, k_GxSxK.shape[1]
@@ -472,13 +477,15 @@ def attend_block(common, first, first_key, block):
 
 
 def count_probs(common, first, first_key, shape):
-    """Returns an index for each attention probability of a block, uint32 [G, T Q, S], for dropout
-    to hash. It is the flat index of the probability in the array [all key heads, n_positions Q,
-    n_positions] of the whole sequence on all devices. So several devices drop the same
-    probabilities as one device.
+    """Returns a number for each attention probability of a block, uint32 [G, T Q, S]. Dropout
+    hashes this number.
 
-    common: a Common. first, first_key: positions of the block's first query and first key. shape:
-    [G, T Q, S]."""
+    The number is the probability's flat index in [all key heads, all queries * Q, all keys], that
+    is, in the probabilities of the whole sequence on all devices. So several devices drop the same
+    probabilities as one device. Q: the query heads per key head, see fold_groups.
+
+    common: the Common of the call. first, first_key: positions of the block's first query and first
+    key. shape: [G, T Q, S]."""
     g, tq, s = (jax.lax.broadcasted_iota(jnp.uint32, shape, axis) for axis in range(3))
     g += jnp.uint32(common.dropout.first_group)  # this device has the key heads from there on
     tq += jnp.uint32(first * common.Q)

@@ -51,8 +51,8 @@ def two_rows(multiply, x, y):
     """Computes multiply(x, y). If x [..., 1, K] has one row, calls multiply with this row twice,
     and returns the first row of the result.
 
-    For a matmul of one row XLA:CPU would convert a bfloat16 matrix to float32, and keep such copies
-    of all weights during the decode loop."""
+    The second row is for XLA:CPU. If a matmul has one row, XLA:CPU converts a bfloat16 y to
+    float32, and keeps such copies of all weights during the decode loop."""
     has_several_rows = x.size > x.shape[-1]
     if has_several_rows:
         return multiply(x, y)
@@ -81,11 +81,12 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
 
 
 def fusion_barrier(condition, f, otherwise, *args):
-    """Computes f(*args) if the condition holds, else returns an array filled with `otherwise`.
+    """Computes f(*args) inside a jax.lax.cond. If `condition`, a bool scalar, is False, returns an
+    array of the same shape and dtype, filled with `otherwise`.
 
-    XLA:CPU moves nothing into or out of a conditional. This matters where f multiplies by weights:
-    without the conditional, XLA:CPU would compute the other operand again for each row of the
-    weights, or convert the weights before the decode loop."""
+    The condition is True in nearly all calls. The cond is there because XLA:CPU moves nothing into
+    or out of it. Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each
+    row of the weights, or convert the weights to another dtype before the decode loop."""
     y = jax.eval_shape(f, *args)
 
     def constant(*args):
@@ -95,10 +96,11 @@ def fusion_barrier(condition, f, otherwise, *args):
 
 
 def computed_once(f, position_BxT):
-    """Computes f(position_BxT), an array. On a CPU without a mesh, computes f inside a conditional
-    if there are several positions. Without the conditional, XLA:CPU would fuse f into each
-    operation that reads the result, and so compute each cosine of RoPE again for every head: a
-    prompt of 512 tokens of SmolLM2 in int8 then takes 480 ms, not 455."""
+    """Computes f(position_BxT), an array, such as RoPE's cosines.
+
+    On a CPU without a mesh, f runs in a fusion_barrier if T > 1. Without the barrier, XLA:CPU would
+    fuse f into each operation that reads the result, and compute each cosine again for every head.
+    A prompt of 512 tokens of SmolLM2 in int8 would take 480 ms, not 455."""
     is_decoding = position_BxT.shape[-1] == 1  # a step computes too few elements
     if is_decoding or current_mesh():
         return f(position_BxT)
@@ -112,8 +114,8 @@ def computed_once(f, position_BxT):
 
 def lane_terms(n, lanes, least, most):
     """Returns the largest t from `least` to `most` such that lanes * t divides n; None if there is
-    no such t. A row of n elements is then split into blocks of lanes * t elements. Each block is
-    summed as `lanes` sums of t terms side by side."""
+    no such t. A row of n elements is then split into blocks of lanes * t elements, and each block
+    is summed to `lanes` partial sums of t terms."""
     for terms in range(most, least - 1, -1):
         if n % (lanes * terms) == 0:
             return terms
@@ -121,26 +123,32 @@ def lane_terms(n, lanes, least, most):
 
 
 def float_lane_terms(n):
-    """Returns lane_terms for nt_bfloat16_row and nt_chosen, whose rows have n elements."""
+    """Returns the number of terms of each partial sum in nt_bfloat16_row and nt_chosen, from 4 to
+    20; None if these functions cannot take rows of n elements. See lane_terms."""
     return lane_terms(n, FLOAT_LANES, least=4, most=20)
 
 
 def int16_lane_terms(n):
-    """Returns lane_terms for nt_int16_row, whose rows have n elements."""
+    """Returns the number of terms of each partial sum in int16_sums, from 3 to 6; None if
+    int16_sums cannot take rows of n elements. See lane_terms."""
     return lane_terms(n, INT_LANES, least=3, most=6)
 
 
 def nt_bfloat16_row(x_1xI, w_OxI):
-    """Computes x @ w.T -> float32 [1, O] of bfloat16 arrays, for one row of x, twice as fast as
-    XLA:CPU's matmul (docs/lab_log.md#bfloat16-rows).
+    """Computes x @ w.T -> float32 [1, O] for one row x [1, I] and w [O, I], both bfloat16. This
+    takes half the time of XLA:CPU's matmul (docs/lab_log.md#bfloat16-rows). float_lane_terms(I)
+    must not be None.
 
-    The loop is shaped for XLA:CPU:
-    - FLOAT_LANES sums side by side fill vector registers; with 32 sums a core would at first
-      read only every other cache line of float32 weights (docs/lab_log.md#sixteen-lanes);
-    - each sum has at most 20 terms, or LLVM does not unroll it;
-    - the two halves of the rows are one reduction, because XLA compiles a reduction of one operand
-      as a slower library call, and because two streams of weights are prefetched faster than one;
-    - a matmul with ones adds up the sums of all blocks."""
+    First, each row of w, times x, is summed to partial sums of t = float_lane_terms(I) terms:
+    FLOAT_LANES partial sums for each block of FLOAT_LANES * t elements. Then a matmul with ones
+    adds up the partial sums of each row. The loop has this form for XLA:CPU:
+    - The FLOAT_LANES = 16 partial sums of a block fill vector registers. nt_chosen, which shares
+      the loop, also takes float32 weights. With 32 partial sums, a core would at first read only
+      every other cache line of those (docs/lab_log.md#sixteen-lanes).
+    - t is at most 20, because LLVM does not unroll a longer sum.
+    - One reduction sums two rows at a time, row i of the first half of w and row i of the second
+      half. XLA would compile a reduction of one operand to a slower library call, and a core reads
+      two streams of weights faster than one."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, float_lane_terms(I)
     n_blocks = I // (FLOAT_LANES * terms)
@@ -166,8 +174,12 @@ def add_pairs(a, b):
 
 
 def add_up(products):
-    """Computes [x.sum((1, 2, 3))[None] for x in products]. products: the two halves of the products
-    of nt_bfloat16_row, float32 [rows, blocks, terms, lanes] each."""
+    """Sums each of two arrays [rows, blocks, terms, lanes], float32, over its last three axes.
+    Returns the list of the two results, float32 [1, rows] each.
+
+    products: the two arrays; in nt_bfloat16_row and nt_chosen, these are the products of x and each
+    half of the rows of w. One reduction sums the terms of both arrays. After that, a matmul with
+    ones sums the partial sums of all blocks and lanes."""
     # the terms of each sum, then the sums of all lanes and blocks
     sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
     n_rows, n_blocks, n_lanes = sums[0].shape
@@ -179,28 +191,30 @@ def add_up(products):
 # A matrix of a stack for each row of x: in decoding, the experts that tokens chose.
 
 def chosen_rows(w_ExOxI, matrix_R, shape):
-    """Returns w_ExOxI[matrix_R], reshaped to [R, O, *shape]; shape replaces the axis of I elements.
+    """Returns w_ExOxI[matrix_R], in which `shape` replaces the last axis: [R, O, *shape] instead of
+    [R, O, I].
 
     Gathers the R * O rows of these matrices one by one, because XLA:CPU fuses this gather into the
-    loop that reads the result. If each matrix were a slice w[e], with e from matrix_R, either the
-    slice would be copied, or the loop that reads the slice would not be vectorized, because LLVM
-    would load e again for each element
-    (docs/lab_log.md#experts-in-decoding)."""
+    loop that reads the result. Slices w[e] of whole matrices are slower
+    (docs/lab_log.md#experts-in-decoding). XLA:CPU either copies the slice, or fuses it into the
+    loop. In the loop, LLVM loads e again for each element, and does not vectorize."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
 
 
 def halves_of_outputs(w):
-    """Returns the two halves of w [..., O, N, t, lanes] by outputs. If O is odd, both contain the
-    middle output."""
+    """Splits w [..., O, N, t, lanes] along the axis O, the outputs of a matmul. Returns a list of
+    two arrays of equal shape: the first and the last ceil(O / 2) outputs. If O is odd, both arrays
+    have the middle output."""
     O = w.shape[-4]
     n = ceil_div(O, 2)
     return [w[..., :n, :, :, :], w[..., O - n:, :, :, :]]
 
 
 def join_halves(halves, O):
-    """Joins the results of the two halves of halves_of_outputs to [..., O]."""
+    """Undoes halves_of_outputs on the results of a matmul. halves: two arrays [..., ceil(O / 2)].
+    Returns [..., O], with the middle output once if O is odd."""
     first, second = halves
     return jnp.concatenate([first, second[..., O % 2:]], axis=-1)
 
@@ -237,9 +251,14 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
 # (as_uint8) if cpu_multiplies_uint8.
 
 def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
-    """Computes multiply(x, w) -> [R, O]. If `tp` (as in linear()) says how w is sharded over a
-    mesh, each tensor rank multiplies by its own shard of w. If XLA's partitioner did this instead,
-    it would gather w, because nt_int16_row splits the rows of w."""
+    """Computes multiply(x, w) -> [R, O]. If w is sharded over tensor ranks, each rank multiplies by
+    its own shard of w.
+
+    tp: how w is sharded, as in linear(). COLUMN_PARALLEL: each rank has some outputs. ROW_PARALLEL:
+    each rank has some inputs, and the partial sums are all-reduced.
+
+    Without this function, XLA's partitioner would gather w, because nt_int16_row splits the rows of
+    w into halves."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0
@@ -294,12 +313,17 @@ def nt_int16_row(x_1xI, w_OxI):
 
 
 def int16_sums(x, w):
-    """Computes (x * w).sum(-1) in int32, for int16 x [..., 1, I] and (u)int8 w [..., O, I]. As in
-    nt_bfloat16_row, the loop computes INT_LANES sums side by side, of two rows of w at a time.
+    """Computes (x * w).sum(-1) -> int32 [..., O], for int16 x [..., 1, I] and int8 or uint8 w [...,
+    O, I]. int16_lane_terms(I) must not be None.
 
-    A Python loop adds the int16_lane_terms(I) products of each sum. If a reduction added these
-    products, jaxlib 0.10 would compile this reduction and the final reduction over all sums to one
-    loop, but jax 0.12 would make two loops (docs/lab_log.md#int8-matmuls)."""
+    First, a Python loop sums the products of each row of w to partial sums of t =
+    int16_lane_terms(I) terms: INT_LANES partial sums for each block of INT_LANES * t elements. Then
+    a reduction adds up the partial sums of each row. The reduction takes two rows at a time, as in
+    nt_bfloat16_row; on a mesh, one row at a time.
+
+    The Python loop is there for the compiler. If a reduction made the partial sums instead, jax
+    0.12 would compile the two reductions to two loops. jaxlib 0.10 compiles both to one loop, which
+    is faster (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
     terms = int16_lane_terms(I)
     w = w.reshape(*w.shape[:-1], -1, terms, INT_LANES)

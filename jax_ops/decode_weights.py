@@ -102,10 +102,12 @@ def transpose_kernels(params, with_experts=False):
 
 
 def order_columns_by_rank(params, config):
-    """Returns the parameters of convert_params_for_decoding with the columns of c_attn in the order
-    of the current mesh's tensor ranks (order_by_rank). Each rank then has its own columns, so that
-    no decode step moves them. Replaces the kernels in place, layer by layer. Without tensor ranks,
-    or with config.mla, changes nothing."""
+    """Puts the columns of each c_attn kernel into the order of the current mesh's tensor ranks
+    (order_by_rank). Each rank then has its own columns, so that no decode step moves them. Without
+    tensor ranks, or with config.mla, changes nothing.
+
+    params: the result of convert_params_for_decoding; its kernels are replaced in place, layer by
+    layer. Returns params."""
     mesh = current_mesh()
     if mesh is None or mesh.shape['tensor'] == 1 or config.mla:
         return params

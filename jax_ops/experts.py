@@ -20,8 +20,8 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     blocks of rows are computed, one of EXPERT_WAYS (layers.py).
 
     On a mesh (expert parallelism) a device has some of the experts. It all-gathers the tokens over
-    the expert axis, computes its own experts, and reduce-scatters the sums back. With 4 U or more
-    ranks and at least 128 tokens per device, a token is sent only to the ranks of its experts
+    the expert axis, computes its own experts, and reduce-scatters the partial sums. With 4 U or
+    more ranks and at least 128 tokens per device, a token is sent only to the ranks of its experts
     (exchange_tokens)."""
     mix = functools.partial(mix_range, f, scale_input, way)
     mesh = current_mesh()
@@ -38,8 +38,11 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
 
     def mix_own(weights, *tokens):
-        """Computes the part of the sums that this device's experts give. Returns the total of these
-        parts over the devices along sum_axes."""
+        """Computes a partial sum of mix_experts for each token: the sum over those u for which this
+        device has the expert expert_PxU[p, u]. All-reduces the partial sums over the mesh axes
+        sum_axes. Returns the result, [P, D].
+
+        weights: the weights of this device's experts. tokens: x_PxD, expert_PxU and weight_PxU."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])
         y_PxD = mix(first_expert, weights, *tokens)
         with jax.named_scope('reduce_scatter'):
@@ -86,17 +89,20 @@ def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, wei
 
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
-    """Computes reduce_scatter(mix(weights, *all_gather(tokens))) over the expert axis, inside
-    shard_map, for tokens = (x_PxD, expert_PxU, weight_PxU) of this device. But a token is sent only
-    to the ranks of its experts, once to each rank. Returns [P, D].
+    """Computes the outputs of mix_experts for the tokens (x_PxD, expert_PxU, weight_PxU) of this
+    device, inside shard_map. Returns [P, D]. The result is the same as that of an all-gather of the
+    tokens over the expert axis, `mix`, and a reduce-scatter. But here a token is sent only to the
+    ranks of its experts, once to each rank.
 
     mix: a function of (weights, *tokens) that computes the experts of its rank, and ignores the
-    experts of other ranks. experts_per_rank: the number of experts of each rank.
+    experts of other ranks. experts_per_rank: the number of experts of each rank. capacity: the
+    number of rows that a device sends to each rank in a round. weights: those of this device's
+    experts.
 
-    Each round is an all-to-all of `capacity` rows for each of M ranks (unused rows have expert -1),
-    then mix, then an all-to-all of the results. The largest number of rows from one rank to another
-    determines the number of rounds, so no token is dropped. With balanced routing one round is
-    enough. (ragged_all_to_all needs no capacity, but XLA:CPU cannot run it.)"""
+    A round is an all-to-all of the rows (unused rows have expert -1), then mix, then an all-to-all
+    of the results. There are as many rounds as the largest number of rows from one rank to another
+    needs, so no token is dropped. With balanced routing one round is enough. (ragged_all_to_all
+    needs no capacity, but XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
 
@@ -197,9 +203,9 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
 
 def experts_one_by_one(f, weights, x_RxD, expert_R):
-    """Computes grouped_experts so that each row reads the weights of its own expert. No copy of the
-    weights and no loop around f is needed, because linear() takes a matrix for each row, see
-    Chosen."""
+    """Does the same as grouped_experts, without blocks: calls f once for all rows. In this call
+    each kernel is a Chosen, with which linear() multiplies each row by the matrix of the row's
+    expert. So neither a copy of the weights nor a loop around f is needed."""
     def choose(w):
         return as_kernel(w).choose(expert_R)
 
@@ -207,12 +213,13 @@ def experts_one_by_one(f, weights, x_RxD, expert_R):
 
 
 def experts_in_blocks(f, way, weights, x_RxD, expert_R):
-    """Computes grouped_experts for any number of rows, in blocks.
+    """Does the same as grouped_experts, in blocks of rows: computes f(weights[expert_R[r]],
+    x_RxD[r]) for each row r, [R, D], with zeros where the expert is not in 0 .. E-1.
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
     experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
-    the blocks [0, 1, 1]. The arrays have n blocks, the most that R rows can need. way: how blocks
-    are computed, one of EXPERT_WAYS (layers.py)."""
+    the blocks [0, 1, 1]. The number of blocks is fixed: the most that R rows can need. way: how
+    blocks are computed, one of EXPERT_WAYS (layers.py)."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
     # rows without an expert are sorted to the end
@@ -277,8 +284,8 @@ def batched_apply(f, weights, x_nxbxD, expert_n):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
-    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n_used)]. The blocks [b, D] from
-    n_used on are zeros.
+    """Computes f(weights[expert_n[i]], x[i]) for the first n_used blocks, in a loop -> [n, b, D].
+    The later blocks of the result are zeros. n_used: a scalar, which may be traced.
 
     The gradients of the weights are accumulated in place. JAX's own gradient rule would add zeros
     for all experts in every iteration."""

@@ -223,8 +223,9 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """For a kernel that is a stack of matrices [E, I, O]: returns whether choose() can give
-        each of n_rows rows of x a matrix of its own, see Chosen."""
+        """Returns whether choose() accepts n_rows rows of x. The kernel is a stack of matrices [E,
+        I, O]. choose() returns a Chosen, which multiplies each row of x by that matrix of the stack
+        that is chosen for the row."""
         return False
 
 
@@ -447,8 +448,10 @@ def fused_linear(x, kernel, bias, widths):
 
 
 def order_by_rank(x, widths, n_ranks):
-    """Returns x [..., sum(widths)] with its columns [q | k | v] as [q0 k0 v0 | q1 k1 v1 | ...]:
-    n_ranks parts of whole heads."""
+    """Reorders the columns of x [..., sum(widths)] from q | k | v to q0 k0 v0 | q1 k1 v1 | ... and
+    returns the result. q0, q1, ... are the n_ranks equal parts of q's columns, each of whole heads.
+    So the columns of each tensor rank are side by side. widths: the numbers of columns of q, k and
+    v."""
     parts = jnp.split(x, np.cumsum(widths)[:-1], axis=-1)
     parts = [part.reshape(*x.shape[:-1], n_ranks, -1) for part in parts]
     return jnp.concatenate(parts, axis=-1).reshape(x.shape)
@@ -529,16 +532,19 @@ def quantize_matrix(p, *, transpose, stored_as):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul_int8(x, w_OxI, scale_O, tp=()):
-    """Computes x [..., I] @ (w * scale).T -> float32 [..., O], for the values and scales of an
-    Int8. tp: as in linear().
+    """Computes x [..., I] @ (w * scale).T -> float32 [..., O]. w_OxI, scale_O: the values and
+    scales of an Int8. tp: as in linear().
 
-    On a CPU, decoding is limited by reading the weights, and XLA:CPU has fast integer matmuls. So
-    up to 64 rows of x (32 if the weights' values are stored as int8) are quantized as well, each
-    row with one scale. The rows become int16, because int8 costs precision
-    (docs/lab_log.md#int8-matmuls). For more rows, and on other devices, the weights are converted
-    to x's dtype instead. Only decoding stores weights as uint8, training does not: on a CPU these
-    weights and x are converted to bfloat16, which holds all values of the weights and is multiplied
-    at twice the speed (docs/lab_log.md#int8-prompts)."""
+    On GPUs and TPUs the weights are converted to x's dtype. On a CPU there are three cases:
+    - x has few rows (up to 64 for uint8 weights, up to 32 for int8 weights), as in decoding.
+      Decoding is limited by reading the weights. x is quantized, each row with one scale, and the
+      matmul is in integers, which XLA:CPU computes fast. The rows become int16, because int8 costs
+      precision (docs/lab_log.md#int8-matmuls).
+    - x has more rows, and the weights are uint8, as only decoding stores them. Weights and x are
+      converted to bfloat16. It holds all values of the weights, and is multiplied at twice the
+      speed (docs/lab_log.md#int8-prompts).
+    - x has more rows, and the weights are int8, as always in training. The weights are converted to
+      x's dtype."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 

@@ -173,8 +173,8 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """Returns a compiled form of function(table, ...), in which the rows of the table are sharded
-    over the mesh's tensor axis."""
+    """Returns function(table, ...) as a compiled function that runs on the mesh. It first shards
+    the rows of the table over the mesh's axis tensor."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))

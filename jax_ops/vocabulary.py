@@ -55,12 +55,14 @@ def embed_tokens(table_VxD, idx_BxT, dtype=None):
 
 
 def embed_on_mesh(table_VxD, idx_BxT, dtype):
-    """Computes embed_tokens on the current mesh. Each device has the rows of one vocabulary range
-    (axis tensor), and some columns of these rows (axis fsdp).
+    """Does the same as embed_tokens, on the current mesh, without moving the table. Each device has
+    the rows of one vocabulary range (axis tensor), and some columns of these rows (axis fsdp).
+    Returns [B, T, D], in which each device has all D columns of its own sequences.
 
-    The device looks up these columns for all sequences of its fsdp group, with zeros for ids of
-    other ranges. An all-reduce over tensor adds up the ranges. An all-to-all over fsdp exchanges
-    columns for sequences. The table itself does not move."""
+    A device first looks up its columns for all sequences of its fsdp group, with zeros for ids of
+    other ranges. An all-reduce over tensor adds up the ranges. After that, an all-to-all over fsdp
+    gives each device the missing columns of its own sequences, in exchange for its columns of the
+    other sequences."""
     batch = batch_axes(len(idx_BxT))
     tokens = Spec(batch, position_axes(idx_BxT.shape[1], 'context'))
 
@@ -139,17 +141,17 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 
 class VocabParallel(nn.Module):
-    """The table of an embedding or a head. In GPT it is the full table, in custom code a rank's
-    part (docs/parallelism.md#a-sharded-vocabulary-of-your-own).
+    """The base class of an embedding and of an LM head with a table [num_embeddings,
+    embedding_dim]. The rows of the table are sharded over tp_size ranks. Rank r has the n_rows ids
+    from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size). Rows of zeros pad the end.
 
-    The rows of a table [num_embeddings, embedding_dim] are sharded over tp_size ranks. Rank r has
-    the n_rows ids from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size); the end is
-    padded with rows of zeros.
-
-    With tp_size=1, calling the layer computes the full result, which is sharded on the current
-    mesh. With tp_size > 1, calling the layer computes the part of rank tp_rank, on any device. The
-    parameter `weight` is then this rank's rows [n_rows, embedding_dim], as load_weight_shard
-    returns them. sharded_forward computes all parts on a mesh.
+    - With tp_size=1, as in GPT, calling the layer computes the full result, sharded on the current
+      mesh.
+    - With tp_size > 1, in custom code (docs/parallelism.md#a-sharded-vocabulary-of-your-own),
+      calling the layer computes the part of rank tp_rank, on any device. The parameter `weight` is
+      then this rank's rows [n_rows, embedding_dim], as load_weight_shard returns them.
+    - sharded_forward computes the parts of all ranks on a mesh. The parameter `weight` is then the
+      full table.
 
     shared_table: the table, if another module has it as a parameter; then there is no `weight`."""
     num_embeddings: int
@@ -214,7 +216,8 @@ class ParallelLMHead(VocabParallel):
     def __call__(self, x_BxTxD: Array, last_B: Array | None = None, *,
                  training: bool = True) -> Array:
         """Returns the logits, float32 [B, T, V]. With tp_size > 1 the logits are those of this
-        rank's ids, [B, T, n_rows]; ids beyond the vocabulary have -inf. training: see lm_logits."""
+        rank's ids, [B, T, n_rows]; ids beyond the vocabulary have -inf. last_B: see the class.
+        training: see lm_logits."""
         logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
         if self.tp_size == 1:
             return logits
@@ -233,8 +236,13 @@ class ParallelLMHead(VocabParallel):
 
     def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
                training: bool = True) -> Array:
-        """Returns the logits by the table of n_rows rows, plus the bias if there is one. mesh: if
-        it is given, the logits are computed on this mesh. last_B: None is all positions."""
+        """Computes x @ table.T for the head's table of n_rows rows -> float32 [B, T, n_rows], with
+        soft_cap if there is a cap. Adds the bias if there is one.
+
+        last_B: if it is given, computes only the logits of position last_B[b] of each sequence b,
+        [B, 1, n_rows]. n_rows: the number of rows of this rank, or of the full table. mesh: a mesh
+        to compute on, with the table sharded over its axis tensor; by default, the mesh that the
+        caller has set, if any. training: see lm_logits."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 

@@ -236,9 +236,12 @@ def read_pair(row):
 
 
 def count_shared(chosen, rejected):
-    """Returns the number of messages in the question that two conversations have in common. The
-    question is the beginning that is equal in both, without the assistant's messages at the end of
-    this beginning. The last message of a conversation is never part of the question."""
+    """Returns the number of messages of the question that two conversations have in common.
+
+    The question is the equal messages at the beginning of both conversations, up to the last one
+    that is not the assistant's. The last message of a conversation is never part of the question.
+    Example: if both have the messages user, assistant, user, assistant, and differ only in the last
+    message, returns 3."""
     both = zip(chosen[:-1], rejected[:-1])
     n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
 

@@ -38,14 +38,16 @@ PLAIN_STOP = '\n---'  # ends an answer by plain.jinja if the model has no token 
 
 
 class Told(NamedTuple):
-    """What main() tells the user about the rows of a file, with counts."""
+    """What main() tells the user about the rows of a file: four Counters, {text: how often}."""
     forms: collections.Counter  # forms of rows
     left_out: collections.Counter  # reasons for which rows are left out
     columns: collections.Counter  # columns that were not read
     lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
 
     def update(self, row):
-        """Counts a row of the journal, {'forms': [...], ...}."""
+        """Adds 1 to a counter for each text in a row's line of the journal. row: this line, a dict
+        that has lists of texts under the names of the counters, for example {'forms': ['"prompt"
+        and "completion"'], 'columns': ['id'], ...}. A missing list adds nothing."""
         for name in self._fields:
             getattr(self, name).update(row.get(name, ()))
 
@@ -135,10 +137,12 @@ def cut_back(journal, files, widths):
     """Truncates the open files of an interrupted call to the rows that are complete. If tokens of
     these rows are missing, truncates all files to nothing.
 
+    Returns (told; lengths; n_rows), all of the complete rows. told: a Told. lengths: for each row a
+    list with the number of tokens of each of its conversations; rows that are left out of the data
+    set are missing here. n_rows: the number of rows, with those that are left out.
+
     journal: the journal, which has a line for each complete row. files: the files of ids, masks and
-    bytes. widths: the number of bytes per token in each of `files`. Returns (Told; a list with the
-    lengths, in tokens, of the conversations of each row, without rows that were left out; the
-    number of rows, with them)."""
+    bytes. widths: the number of bytes per token in each of `files`."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
@@ -243,14 +247,15 @@ def check_ends(ids, mask, enc):
 
 
 def pack(read, chosen, size, folder, split):
-    """Packs the conversations with the numbers `chosen` into rows of `size` tokens, in the files
-    {split}.part.bin and {split}_mask.part.bin. Returns (ids; mask; number of bytes of the text that
-    counts; a message for the user).
+    """Packs conversations from a Read into rows of `size` tokens, in the files {split}.part.bin and
+    {split}_mask.part.bin of `folder`. chosen: the indices of these conversations in the Read.
+    split: 'train' or 'val'. Returns (ids; mask; number of bytes of the text that counts; a message
+    for the user). ids and mask are the arrays that were written.
 
     Places the longest conversation first, and each conversation into the fullest row that has space
     for it. Only a conversation longer than a row is cut. A conversation is left out if no token
-    counts in the part that would remain. The mask is 2 where a conversation or the padding starts.
-    read: a Read. split: 'train' or 'val'."""
+    counts in the part that would remain. The mask is 2 where a conversation or the padding
+    starts."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -294,9 +299,13 @@ def pack(read, chosen, size, folder, split):
 
 
 def copy_chats(read, chosen, folder, split):
-    """Writes the conversations with the numbers `chosen`, which are consecutive, to
-    {split}.part.bin and {split}_mask.part.bin, one conversation after the other. Returns (ids;
-    mask; number of bytes of the text that counts; '')."""
+    """Copies conversations from a Read to the files of a split in `folder`, one after the other:
+    their token ids to {split}.part.bin, their masks to {split}_mask.part.bin. chosen: the indices
+    of these conversations in the Read, a range. split: 'train' or 'val'.
+
+    Returns (ids; mask; n_bytes; ''). ids, mask: the arrays that were written. n_bytes: the number
+    of bytes of the text that counts in the loss. '' is the message for the user, in the place where
+    pack returns one."""
     part = slice(read.slice(chosen[0]).start, read.ends[chosen[-1]])
     found = []
     for array, name in ((read.ids, split), (read.mask, f'{split}_mask')):

@@ -64,8 +64,9 @@ def is_signature(text):
 
 
 def from_source(root, package=''):
-    """Yields a Named for each public name of the Python files under a folder. The files are read,
-    not run. package: the beginning of all names, as 'numpy'; '' for the library."""
+    """Yields a Named for each public name of the Python files under the folder `root`. The files
+    are parsed, not run. package: the name of a package, such as 'numpy', with which all names
+    begin; '' for Python's own library."""
     for path in sorted(Path(root).rglob('*.py')):
         parts = path.relative_to(root).with_suffix('').parts
         is_hidden = any(part.startswith('_') and part != '__init__' for part in parts)

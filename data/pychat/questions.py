@@ -176,7 +176,8 @@ class Maker:
 
     @property
     def example(self):
-        """A name to ask about."""
+        """A name that the model suggests to ask about: shutil.copyfile, or the first name if the
+        names lack it."""
         known = 'shutil.copyfile'
         return known if known in self.names else min(self.names)
 
@@ -242,8 +243,10 @@ class Maker:
         return self.join(made)
 
     def join(self, made):
-        """Joins 40% of the conversations with the one or two that follow, because people
-        ask about one thing after another. A joined conversation has at most MAX_CHARACTERS."""
+        """Joins conversations of the list `made` that follow each other, because people ask about
+        one thing after another. Returns the new list. A conversation is joined with the next one
+        (20%), the next two (20%) or none (60%). A joined conversation has at most
+        MAX_CHARACTERS."""
         joined = []
         n_more = 0  # how many more conversations are joined to the last one
         for turns in made:
@@ -271,10 +274,13 @@ class Maker:
             'conversations': [self.conversation(split, i) for i in range(N_TEST['conversations'])]}
 
     def conversation(self, split, i):
-        """Returns a conversation of three parts. Each part is one of these: a question about a
-        name; a question about a name, with a follow-up; a question about a name that does not
-        exist; small talk. The kinds of the first two parts are random. i decides the kind of the
-        last part."""
+        """Returns a conversation of three parts. There are four kinds of parts:
+        - 0: a question about a name;
+        - 1: a question about a name, with a follow-up;
+        - 2: a question about a name that does not exist;
+        - 3: small talk.
+
+        The kinds of the first two parts are random. The last part has the kind i % 4."""
         def part(kind):
             if kind == 1 and self.neighbours:
                 return self.follow_up(self.random.choice(self.neighbours), split)

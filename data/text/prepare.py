@@ -83,8 +83,12 @@ class Texts:
                 yield self.count(read_blocks(path))
 
     def rows(self, path):
-        """Yields the text of each row. Also yields empty texts: every tenth document goes to val,
-        and empty ones are included in this count."""
+        """Yields the text of each row of a file. Skips a row without a text, or raises UserError
+        with `strict`. Raises UserError also if no row has had a text so far, and this row lacks the
+        key.
+
+        Without `strict`, a row with the text '' yields '': every tenth document goes to val, and
+        this row counts as one."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
