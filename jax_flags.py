@@ -266,10 +266,10 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
     gave.
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
-    --help prints the flags and exits. A config file gives the flags that it assigns at its top
-    level, even if the value is the default. A config file can run another file, by `from base
-    import *` or exec(open('base.py').read()). Then it also gives the flags that the other file
-    changes.
+    --help prints the flags and exits. The flags that a config file assigns at its top level count
+    as given by the user, even if the value is the default. A config file can run another file, by
+    `from base import *` or exec(open('base.py').read()). Of the flags that the other file assigns,
+    only those with a new value count as given.
 
     script: the path of the script. namespace: the script's globals(), which hold the defaults.
     argv: the arguments, by default those of the command line. ignored: names that are accepted

@@ -331,14 +331,16 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
     jax.jit, static_argnames=('config', 'n_draft', 'use_cache'), donate_argnames='state')
 def decode(params: dict, state: DecodeState, controls: Controls, n_end: Array, max_length: Array,
            n_slots: Array, *, config: GPTConfig, n_draft: int, use_cache: bool) -> DecodeState:
-    """Generates tokens in one compiled loop, until every row is finished. The loop ends earlier if
-    an unfinished row is longer than n_slots, the number of slots of the cache, or if
-    drafts_are_useless.
+    """Generates tokens in one compiled loop, until every row is finished.
 
-    A row is finished when it has n_end new tokens, when it is longer than max_length, or when
-    state.done_B says so: it has met a stop token, or the caller has ended it. n_end: a number or
-    [B]. If use_cache is False, a step of the loop is step_uncached. Otherwise a step is step_cached
-    if n_draft is 0, else step_speculative."""
+    A row is finished when it has n_end new tokens (a number, or [B]), when it is longer than
+    max_length, or when state.done_B says so: it has met a stop token, or the caller has ended it.
+    The loop ends early, with unfinished rows, in two cases: such a row no longer fits into the
+    n_slots slots of the cache, or drafts_are_useless returns True. Decoder.decode_until then goes
+    on with a larger cache, or without drafts.
+
+    If use_cache is False, a step of the loop is step_uncached. Otherwise a step is step_cached if
+    n_draft is 0, else step_speculative."""
     def room(state):
         """Returns the number of tokens that each row may still get, [B]."""
         new_tokens_B = n_end - state.n_generated_B
@@ -616,8 +618,10 @@ class Decoder:
 
 def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Chooses one row of each distinct prompt, to prefill equal prompts once. The prompt of row b
-    is its first end_B[b] tokens. Returns (rows, the indices of the chosen rows; row_B). The prompt
-    of row b is equal to that of row rows[row_B[b]]. Example: for the prompts a a a b a, returns
+    is its first end_B[b] tokens.
+
+    Returns two arrays. `rows` has the indices of the chosen rows. `row_B` has for each row b the
+    place in `rows` of the row with the same prompt. Example: for the prompts a a a b a, returns
     ([0, 3]; [0, 0, 0, 1, 0]).
 
     The length of `rows` is a power of two, so that few programs are compiled: the first index is

@@ -877,9 +877,9 @@ def load_weights(source, config, layout, change=None):
     load_pretrained.
 
     change: a function of (path in the tree, array) that returns the value to use instead. It is
-    called for each float32 parameter before the parameter is moved to its devices and before the
-    next parameter is read. config: the run's GPTConfig. A table of position embeddings is truncated
-    to config.block_size rows."""
+    called for every parameter, with a float32 array. The returned value is moved to the devices
+    before the next parameter is read. config: the run's GPTConfig. A table of position embeddings
+    is truncated to config.block_size rows."""
     place = Placing(config, layout, change)
     _, params = load_pretrained(source, place=place)
     return params, place.crc

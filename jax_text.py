@@ -571,9 +571,11 @@ class Generation:
         self.decoder: Any = None  # a Decoder, or with a batch a Row, from begin() on
 
     def begin(self) -> None:
-        """Prefills the prompts. If there is a batch, adds the row to the batch instead. The batch
-        prefills the row's prompt when it generates its next tokens, together with the prompts of
-        other rows that have joined meanwhile."""
+        """Prefills the prompts, if this Generation has no shared Batch.
+
+        With a Batch, this Generation has one row, and only adds the row to the Batch. The Batch
+        prefills the row's prompt when it next generates tokens, together with the prompts of other
+        rows that have joined meanwhile."""
         with self.model.layout.mesh_context():
             decoder = self.start(reads=self.batch is None)
         self.decoder = decoder if self.batch is None else self.batch.join(decoder)

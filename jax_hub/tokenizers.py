@@ -146,11 +146,11 @@ class HFTokenizer:
         """Sets the attributes about the tokens that begin and end a text: start_token, start_text,
         end_token, stop_tokens and special_ids.
 
-        Finds these tokens by the names bos_token and eos_token of the tokenizer, and by the ids in
-        `configs`. A token that is found by its name goes first. stop_tokens has all end tokens.
-        Without a token that begins a text, start_token is the end token. configs: the contents of
-        generation_config.json and config.json. size: the number of rows of the model's embedding;
-        start_token and end_token are smaller than `size`."""
+        There are two sources: the names bos_token and eos_token of the tokenizer, and the ids in
+        `configs`, the contents of generation_config.json and config.json. If they disagree,
+        start_token and end_token are those of the names; stop_tokens has all end tokens. If no
+        token begins a text, start_token is the end token. size: the number of rows of the model's
+        embedding; ids from `size` on are not taken as start_token or end_token."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(
@@ -319,10 +319,12 @@ def is_own_copy(settings):
 
 def is_as_filed(folder, settings):
     """Returns whether tokenizer.json and `settings`, the content of tokenizer_config.json, describe
-    the tokenizer of a folder completely. Three things must hold: the tokenizer's class is
-    AS_FILED, which adds nothing to tokenizer.json; `settings` have no chat template, no added token
-    and no auto_map; the folder has no other file that can add something to the tokenizer, such as
-    config.json."""
+    the tokenizer of a folder completely.
+
+    Three things must hold. The class that `settings` name is AS_FILED, a class that adds nothing to
+    tokenizer.json. `settings` have no chat template, no added token and no auto_map. The folder has
+    no other file that could change the tokenizer. config.json is such a file, so the result is
+    False for the folder of a whole model."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}
@@ -642,9 +644,10 @@ def write_template(folder, template):
 
 
 def copy_tokenizer(description, folder):
-    """Writes the files of a tokenizer of the kind 'folder' to `folder`. description: see
-    load_tokenizer. tokenizer.json gets all tokens, also the tokens that other files and classes
-    add. generation_config.json gets all end tokens."""
+    """Writes the files of a Hugging Face tokenizer to `folder`. description: that of a tokenizer of
+    the kind 'folder', see load_tokenizer. The new tokenizer.json has all tokens, also those that
+    tokenizer_config.json or the tokenizer's class in transformers adds. The new
+    generation_config.json has all end tokens."""
     source = description['path']
     if os.path.realpath(source) == os.path.realpath(folder):
         return

@@ -273,7 +273,8 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
 def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
     """Returns the splash attention kernel for H heads of T positions. n_context devices share the
-    queries as in context_attention. interpret: whether the kernel runs without a TPU, slowly.
+    queries as in context_attention. scores: the Scores of the layer, with its window, chunk and
+    cap. interpret: whether the kernel runs without a TPU, slowly.
 
     The kernel's blocks have 512 positions, as in MaxText, if 512 divides the number of a device's
     queries; else 128."""

@@ -205,10 +205,9 @@ class VocabParallelEmbedding(VocabParallel):
 class ParallelLMHead(VocabParallel):
     """Computes the logits of x [B, T, D] by a table that is sharded over ranks, see VocabParallel.
 
-    bias: whether there is a parameter `bias`, [n_rows] or, in sharded_forward, [num_embeddings].
-    cap: for soft_cap of the logits; 0 is none.
-    Both __call__ and sharded_forward accept last_B. If it is given, they compute only the logits of
-    position last_B[b] of each sequence b, [B, 1, ...]."""
+    bias: whether there is a parameter `bias`, with an element for each row of the table. cap: for
+    soft_cap of the logits; 0 is none. Both __call__ and sharded_forward accept last_B. If it is
+    given, they compute only the logits of position last_B[b] of each sequence b, [B, 1, ...]."""
     bias: bool = False
     cap: float = 0.0
 

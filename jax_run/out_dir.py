@@ -232,9 +232,9 @@ def lock_out_dir(out_dir, resumed_at=None):
     0, because the processes then have different folders.
 
     Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them. A
-    checkpoint counts as damaged if its metrics are unreadable, or if it is newer than iteration
-    `resumed_at`, because a run resumes from an older checkpoint only if the newer ones are damaged.
-    resumed_at: None if the run is not resumed."""
+    checkpoint counts as damaged in two cases. Its metrics are unreadable. Or it is newer than
+    resumed_at, the iteration that the run goes on from: a run resumes from its newest intact
+    checkpoint. resumed_at is None if the run is not resumed."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'

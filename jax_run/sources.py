@@ -32,9 +32,10 @@ STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 # the order of reading
 
 class Order(NamedTuple):
-    """Describes an endless stream of n rows or windows, shuffled anew in each epoch. An epoch has
-    each row or window once, at the places offset + stride * i for i in 0 .. n - 1. The offset is
-    drawn for each epoch, 0 <= offset < n_offsets. If n_offsets is 0, the offset is 0."""
+    """Describes an endless stream of n rows or windows, shuffled anew in each epoch.
+
+    An epoch has each of them once. Row or window i begins at position offset + stride * i of the
+    data. The offset is drawn for each epoch from 0 .. n_offsets - 1; it is 0 if n_offsets is 0."""
     n: int
     seed: int
     stride: int = 1
@@ -436,19 +437,18 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
         own       0  0  0  1  1  1  2  3
 
     The loop goes from the last part to the first. Part k takes its share of the sequences that are
-    still unassigned, and leaves the rest to the parts before k. The variable `own` counts the
-    unassigned sequences before each sequence. `before` counts those among them that part k leaves
-    to the parts before it."""
+    still unassigned, and leaves the rest to the parts 0 .. k - 1."""
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
-    own = numbers
+    own = numbers  # of an unassigned sequence: how many unassigned sequences are before it
     for k in range(len(ends) - 1, 0, -1):
-        before = own * ends[k - 1] // ends[k]
-        after = (own + 1) * ends[k - 1] // ends[k]
-        is_left = which == 0
-        is_here = is_left & (before == after)  # the parts before do not get it
-        own = np.where(is_here, own - before, np.where(is_left, before, own))
+        # how many of these part k leaves to other parts; and the same with the sequence itself
+        n_left = own * ends[k - 1] // ends[k]
+        n_left_with_it = (own + 1) * ends[k - 1] // ends[k]
+        is_unassigned = which == 0
+        is_here = is_unassigned & (n_left == n_left_with_it)
+        own = np.where(is_here, own - n_left, np.where(is_unassigned, n_left, own))
         which = np.where(is_here, k, which)
     return which, own
 

@@ -104,8 +104,9 @@ class Run:
         return dataclasses.replace(self, flags=flags, has_length=True)
 
     def with_end(self, n, iter_num):
-        """Returns the Run with max_iters n. From iteration iter_num on, the schedule ends after n
-        iterations; before iter_num, the schedule has the end that it had so far."""
+        """Returns the Run with max_iters = n, counted from the start of the run. The schedule of
+        the learning rate changes from iteration iter_num on, and then ends at iteration n. The
+        iterations before iter_num keep the schedule that they had."""
         earlier = f"{iter_num}:{self.flags['lr_decay_iters']}"
         ends = ','.join(filter(None, [self.flags['earlier_ends'], earlier]))
         flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'earlier_ends': ends}

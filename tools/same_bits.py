@@ -234,8 +234,8 @@ def resumed(tree, inputs):
 
 
 def float16(tree, inputs):
-    """Trains the GPT of the function gpt in a Tree, in float16 with a loss scale. Returns {name:
-    value} of the losses. inputs: has no effect."""
+    """Trains the model of gpt() in float16 with a loss scale. Returns the losses, {name: value}.
+    inputs: has no effect."""
     out = tree.work / 'out-float16'
     tree.train(out, *GPT, tree.data('chars'), '--dtype=float16')
     return losses(out)

@@ -333,9 +333,9 @@ def check_template_tokens(name, enc):
 
 
 def check_prompts(told, n, enc):
-    """Raises UserError if all n conversations have the warning OTHER_PROMPT: the tokens that ask
-    for an answer are not the tokens that come before the answer in training. told: the Told that
-    counts the warnings. enc: an HFTokenizer."""
+    """Raises UserError if all n conversations got the warning OTHER_PROMPT. The warning says that
+    the template's generation prompt differs from the tokens before the answer in the training data.
+    told: the Told that counts the warnings. enc: an HFTokenizer."""
     if told.lost[OTHER_PROMPT] < n:
         return
     ids = enc.encode_chat([{'role': 'user', 'content': 'a'}])
