@@ -80,19 +80,22 @@ def nt_weights_left(x_RxI, w_OxI, dtype=jnp.float32):
     return jax.lax.optimization_barrier(y_OxR).T[:R]
 
 
-def fusion_barrier(condition, f, otherwise, *args):
-    """Computes f(*args) inside a jax.lax.cond. If `condition`, a bool scalar, is False, returns an
-    array of the same shape and dtype, filled with `otherwise`.
+def fusion_barrier(f, *args, asked):
+    """Computes f(*args) inside a jax.lax.cond, because XLA:CPU moves nothing into or out of a cond.
+    Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
+    weights, or convert the weights to another dtype before the decode loop.
 
-    The condition is True in nearly all calls. The cond is there because XLA:CPU moves nothing into
-    or out of it. Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each
-    row of the weights, or convert the weights to another dtype before the decode loop."""
+    asked: one of args. The cond asks its first element, which XLA does not know, whether it is
+    above the smallest value of its dtype. That is always so for weights, positions and int16
+    activations. (A NaN would give NaN.)"""
     y = jax.eval_shape(f, *args)
+    is_float = jnp.issubdtype(asked.dtype, jnp.floating)
+    smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min
 
     def constant(*args):
-        return jnp.full(y.shape, otherwise, y.dtype)
+        return jnp.full(y.shape, jnp.nan if is_float else 0, y.dtype)
 
-    return jax.lax.cond(condition, f, constant, *args)
+    return jax.lax.cond(asked[(0,) * asked.ndim] > smallest, f, constant, *args)
 
 
 def computed_once(f, position_BxT):
@@ -106,8 +109,7 @@ def computed_once(f, position_BxT):
         return f(position_BxT)
 
     def on_cpu(position_BxT):
-        is_position = position_BxT[0, 0] > jnp.iinfo(jnp.int32).min  # true
-        return fusion_barrier(is_position, f, 0, position_BxT)
+        return fusion_barrier(f, position_BxT, asked=position_BxT)
 
     return jax.lax.platform_dependent(position_BxT, cpu=on_cpu, default=f)
 
@@ -164,7 +166,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
         return jnp.concatenate([*halves, odd_row], axis=1)
 
     x_I = x_1xI[0].astype(jnp.float32)
-    return fusion_barrier(~jnp.isnan(x_I[0]), multiply, np.nan, x_I, w_OxI)
+    return fusion_barrier(multiply, x_I, w_OxI, asked=w_OxI)
 
 
 def add_pairs(a, b):
@@ -236,7 +238,7 @@ def nt_chosen(x_RxI, w_ExOxI, matrix_R):
         return join_halves([half.reshape(R, -1) for half in add_up(products)], O)
 
     x_RxI = x_RxI.astype(jnp.float32)
-    return fusion_barrier(~jnp.isnan(x_RxI).all(), multiply, np.nan, x_RxI, w_ExOxI, matrix_R)
+    return fusion_barrier(multiply, x_RxI, w_ExOxI, matrix_R, asked=w_ExOxI)
 
 
 # -----------------------------------------------------------------------------

@@ -555,8 +555,7 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
             return multiply_quantized(x_RxI, w_OxI)
         if w_OxI.dtype == jnp.uint8:
             x_RxI = x_RxI.astype(jnp.bfloat16)
-        is_weight = as_int8(w_OxI[0, 0]) > -128  # true, as no value is -128
-        return fusion_barrier(is_weight, converted, 0, x_RxI, w_OxI)
+        return fusion_barrier(converted, x_RxI, w_OxI, asked=w_OxI)
 
     x_RxI = x.reshape(-1, x.shape[-1])
     on_cpu = functools.partial(on_tensor_ranks, in_integers, tp=tp)
@@ -568,10 +567,8 @@ def multiply_quantized(x_RxI, *weights):
     """Quantizes x to int16, each row with one scale. Returns multiply_integers(x, *weights) times
     the scales of the rows, float32 [R, O]. weights: the other arguments of multiply_integers, that
     is (w_OxI,) or (w_ExOxI, matrix_R)."""
-    # for a row of zeros the scale is 1e-30 / levels, and the product is 0
     x_RxI, scale_R = quantize(x_RxI, jnp.int16, int16_levels(x_RxI.shape[1]))
-    is_used = (scale_R > 1e-32).any()
-    y_RxO = fusion_barrier(is_used, multiply_integers, 0, x_RxI, *weights)
+    y_RxO = fusion_barrier(multiply_integers, x_RxI, *weights, asked=x_RxI)
     return y_RxO * scale_R[:, None]
 
 
