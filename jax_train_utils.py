@@ -549,8 +549,7 @@ def all_finite(tree: Any) -> Array:
 # -----------------------------------------------------------------------------
 # evaluation
 
-def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
-                   loss_chunk: int = 0) -> Callable:
+def make_eval_step(config: GPTConfig, objective: Objective, *, loss_chunk: int = 0) -> Callable:
     """Makes eval_step(params, batch) -> {name: sum over the sequences, float32}, for
     layout.jit_eval_step; see Objective. loss_chunk: see make_train_step.
 
@@ -561,8 +560,7 @@ def make_eval_step(config: GPTConfig, objective: Objective, layout: Layout, *,
         if objective.has_reference:
             reference = token_losses(config, loss_chunk, batch, base_params(params))
             batch = {**batch, 'reference_loss': reference}
-        sums = objective.sums(loss_BxT, batch)
-        return layout.sum_over_replicas(sums)
+        return objective.sums(loss_BxT, batch)
 
     return eval_step
 

@@ -193,10 +193,6 @@ class Layout:
         shard."""
         return grads, params
 
-    def sum_over_replicas(self, sums):
-        """Adds up the sums of an evaluation, if each device has summed its own sequences."""
-        return sums
-
     # --- compiled steps
 
     def jit_step(self, step):
@@ -244,14 +240,14 @@ class Replicas(Layout):
 
         return mean
 
-    def sum_over_replicas(self, sums):
-        return jax.lax.psum(sums, 'data')
-
     def jit_step(self, step):
         return pmap_train_step(step, self.devices)
 
     def jit_eval_step(self, step):
-        return pmap_step(step, self.devices)
+        def step_of_all(params, batch):  # each device sums over its own sequences
+            return jax.lax.psum(step(params, batch), 'data')
+
+        return pmap_step(step_of_all, self.devices)
 
 
 class Sharded(Layout):

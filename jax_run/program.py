@@ -76,5 +76,5 @@ def assemble(config, layout, options, objective=language_model, *, packed=False)
         config, objective, layout, seed=options.seed, grad_clip=options.grad_clip,
         loss_chunk=options.loss_chunk, ema=options.ema))
     eval_step = layout.jit_eval_step(make_eval_step(
-        config, objective, layout, loss_chunk=options.loss_chunk))
+        config, objective, loss_chunk=options.loss_chunk))
     return Program(config, {**reasons, **more}, layout, tx, step, eval_step)

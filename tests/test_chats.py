@@ -284,7 +284,7 @@ def test_every_counted_token_weighs_the_same_on_any_micro_batches_and_devices():
             state, metrics = step(state, parallel.shard_batch(batch, shape))
             curve.append([float(metrics[name]) for name in ('loss', 'grad_norm')])
         curves.append(curve)
-        eval_step = parallel.jit_eval_step(make_eval_step(config, language_model, parallel))
+        eval_step = parallel.jit_eval_step(make_eval_step(config, language_model))
         loss = estimate_loss_jax(eval_step, state.params, {'val': source}, parallel, batch_size=2, eval_iters=6,
                                  token_bytes=np.arange(41) % 4)
         evaluated.append([loss['val']['loss'], loss['val']['bpb']])

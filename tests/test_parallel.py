@@ -112,7 +112,7 @@ def evaluate(parallel, config, params, splits, masks=None, *, loss_chunk=0, **op
     for split, tokens in splits.items():
         mask = masks[split] if masks else None
         sources[split] = open_source(tokens, mask, block_size=config.block_size, seed=0, split=split)
-    step = parallel.jit_eval_step(make_eval_step(config, language_model, parallel, loss_chunk=loss_chunk))
+    step = parallel.jit_eval_step(make_eval_step(config, language_model, loss_chunk=loss_chunk))
     return estimate_loss_jax(step, params, sources, parallel, batch_size=4, **options)
 
 
