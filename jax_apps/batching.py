@@ -124,10 +124,11 @@ class Batch:
         return row
 
     def advance(self, row, n_new):
-        """Returns the GenerationResult of a Row after it has got more tokens. A row that its own
-        Decoder decodes gets up to n_new tokens. Any other row gets the tokens that its caller has
-        not seen yet. If there are no such tokens, a chunk is decoded first, for all rows that share
-        the batch."""
+        """Gives a Row more tokens, and returns its GenerationResult.
+
+        If the row is alone, or cannot share a batch, its own Decoder decodes up to n_new tokens. If
+        it shares the batch, it gets the tokens that its caller has not seen yet. If there are no
+        such tokens, first decodes a chunk for all rows of the batch."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         self.read_prompts()

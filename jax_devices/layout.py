@@ -223,7 +223,8 @@ class Replicas(Layout):
         self.n_losses = len(devices)  # each device returns the mean loss of its own sequences
 
     def whole_batch(self, shape, rest):
-        """Returns (shape; PartitionSpec), see Layout: [n_data_shards, *shape, *rest]."""
+        """Returns (shape; PartitionSpec) as Layout.whole_batch does. The global array has an axis
+        for the shards: [n_data_shards, *shape, *rest]."""
         return (self.n_data_shards, *shape, *rest), P('data')
 
     def shard_batch(self, batch, shape):

@@ -454,9 +454,11 @@ def find_places(tokenizer, chat, text):
 
 
 def check_spans(tokenizer, chat, text, spans, chosen):
-    """Raises UserError if a span that counts holds the text of a message that does not count. This
-    happens if the template writes that message into an answer. text: the rendered Chat. spans: the
-    parts of `text` that count, [(start, end)]. chosen: the indices of the messages that count."""
+    """Raises UserError if a part of `text` that counts in the loss has the text of a message that
+    does not count in the loss. This happens if the template writes that message into an answer.
+
+    text: the rendered Chat. spans: the parts of `text` that count in the loss, [(start, end)].
+    chosen: the indices of the messages that count in the loss."""
     others = [i for i in range(len(chat.messages)) if i not in chosen]
     # finding their places is slow: only if a span has their words
     words = [chat.messages[i].get('content') for i in others]

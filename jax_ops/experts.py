@@ -90,9 +90,9 @@ def mix_range(f, scale_input, way, first_expert, weights, x_PxD, expert_PxU, wei
 
 def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU, weight_PxU):
     """Computes the outputs of mix_experts for the tokens (x_PxD, expert_PxU, weight_PxU) of this
-    device, inside shard_map. Returns [P, D]. The result is the same as that of an all-gather of the
-    tokens over the expert axis, `mix`, and a reduce-scatter. But here a token is sent only to the
-    ranks of its experts, once to each rank.
+    device, inside shard_map. Returns [P, D]. The result is the same as that of three steps:
+    all-gather the tokens over the expert axis; call `mix`; reduce-scatter the outputs. But here a
+    token is sent only to the ranks of its experts, once to each rank.
 
     mix: a function of (weights, *tokens) that computes the experts of its rank, and ignores the
     experts of other ranks. experts_per_rank: the number of experts of each rank. capacity: the
@@ -100,8 +100,8 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
     experts.
 
     A round is an all-to-all of the rows (unused rows have expert -1), then mix, then an all-to-all
-    of the results. There are as many rounds as the largest number of rows from one rank to another
-    needs, so no token is dropped. With balanced routing one round is enough. (ragged_all_to_all
+    of the results. Rounds are repeated until every rank has sent all its rows, so no token is
+    dropped. With balanced routing one round is enough. (ragged_all_to_all
     needs no capacity, but XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')

@@ -87,8 +87,8 @@ def normalize(x_MxIxO):
 
 
 def even_polynomial(gram_MxIxI, coefficients):
-    """Computes a I + b g + c g^2 + d g^3 + e g^4 for each Gram matrix g = x x^T. The result @ x
-    applies the polynomial to the singular values of x.
+    """Computes a I + b g + c g^2 + d g^3 + e g^4 for each Gram matrix g = x x^T. The product of the
+    result and x has a s + b s^3 + c s^5 + d s^7 + e s^9 for each singular value s of x.
 
     coefficients: (a, b, c, d, e), an element of POLAR_EXPRESS. If c is 0, d and e are ignored."""
     a, b, c, d, e = coefficients

@@ -210,9 +210,8 @@ def data_sets(tree, inputs):
 
 
 def gpt(tree, inputs):
-    """Trains a GPT-2 with dropout in a Tree, and samples from it in four ways: in float32; in int8;
-    with drafts; greedily. Returns {name: value} of the losses and samples. inputs: has no
-    effect."""
+    """Trains a GPT-2 with dropout, and samples from it in four ways: in float32; in int8; with
+    drafts; greedily. Returns the losses and samples, {name: value}. inputs: has no effect."""
     out = tree.work / 'out-gpt'
     tree.train(out, *GPT, tree.data('chars'))
     found = losses(out)

@@ -190,8 +190,10 @@ def counts(i, message):
 # rows: each reader returns (messages of the question, [messages of each answer], form)
 
 def read_conversation(row):
-    """Reads a row with one conversation. Returns (the messages of the question; [the messages of
-    the answer]; the form of the row, a text for the user). If the row has a list of messages, the
+    """Reads a row with one conversation. Returns (question; answers; form).
+
+    question: a list of messages. answers: a list with one element, the list of the answer's
+    messages. form: how the row is written, a text to print. If the row has one list of messages,
     question is [] and the answer is the whole list. Raises UserError if the row has no
     conversation."""
     for name in LISTS:
