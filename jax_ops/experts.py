@@ -101,8 +101,8 @@ def exchange_tokens(mix, experts_per_rank, capacity, weights, x_PxD, expert_PxU,
 
     A round is an all-to-all of the rows (unused rows have expert -1), then mix, then an all-to-all
     of the results. Rounds are repeated until every rank has sent all its rows, so no token is
-    dropped. With balanced routing one round is enough. (ragged_all_to_all
-    needs no capacity, but XLA:CPU cannot run it.)"""
+    dropped. With balanced routing one round is enough. (ragged_all_to_all needs no capacity, but
+    XLA:CPU cannot run it.)"""
     n_tokens, U = expert_PxU.shape
     M = jax.lax.axis_size('expert')
 
