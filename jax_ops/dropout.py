@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 def dropout(module, x, call):
     """Computes nn.Dropout of x [B, ...] in the flax module `module`, with the rate config.dropout.
-    Returns x unchanged if dropout is off: `call`, a Call or None, has no seq_id_B, or the rate is
-    0."""
+    call: a Call or None. Dropout is off, and x is returned unchanged, if the rate is 0, if `call`
+    is None, or if call.seq_id_B is None, as in evaluation."""
     key_B = dropout_keys(module, call)
     if key_B is None:
         return x

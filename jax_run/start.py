@@ -454,8 +454,9 @@ def check_removed_flags(out_dir, saved):
 
 
 def schedule_from_flags(flags, iter_num):
-    """Makes the learning rate Schedule of iteration iter_num from the flags. Raises UserError if
-    the flags are not valid."""
+    """Makes the learning rate Schedule from the flags. iter_num: an iteration; if --minutes has
+    moved the end of the schedule, an earlier iteration has the earlier end. Raises UserError if the
+    flags are not valid."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
         lr_decay_iters=schedule_end(flags, iter_num), min_lr=flags['min_lr'],

@@ -94,7 +94,8 @@ def read_example(row):
 
 
 def for_template(message):
-    """Returns a message without its weights, and without nulls in its tool calls."""
+    """Returns a message as a chat template takes it: without the keys WEIGHTS, which say whether
+    the message counts in the loss, and without nulls in its tool calls."""
     message = {key: value for key, value in message.items() if key not in WEIGHTS}
     if 'tool_calls' in message:
         message['tool_calls'] = without_nulls(message['tool_calls'])

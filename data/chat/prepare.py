@@ -134,15 +134,17 @@ def give_up(folder):
 
 
 def cut_back(journal, files, widths):
-    """Truncates the open files of an interrupted call to the rows that are complete. If tokens of
-    these rows are missing, truncates all files to nothing.
+    """Prepares the open files of an interrupted preparation to be continued. The journal has a line
+    for each row that was finished. Truncates all files behind the last finished row. If a file
+    lacks tokens that the journal promises, empties all files, to start again.
 
-    Returns (told; lengths; n_rows), all of the complete rows. told: a Told. lengths: for each row a
-    list with the number of tokens of each of its conversations; rows that are left out of the data
-    set are missing here. n_rows: the number of rows, with those that are left out.
+    Returns (told; lengths; n_rows) of the finished rows. told: a Told, what the user is told about
+    them. lengths: for each row a list with the number of tokens of each of its conversations; rows
+    that are left out of the data set are missing here. n_rows: the number of rows, with those that
+    are left out.
 
-    journal: the journal, which has a line for each complete row. files: the files of ids, masks and
-    bytes. widths: the number of bytes per token in each of `files`."""
+    files: the files of ids, masks and bytes. widths: the number of bytes per token in each of
+    `files`."""
     lines = []
     for line in Path(journal.name).read_bytes().splitlines(keepends=True):
         try:
