@@ -126,7 +126,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.choose import config_for_decoding
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_devices.setup import (
     Stopwatch, describe_environment, device_peak_flops, is_synchronous, measure_bandwidth,
     setup_jax_environment, trim_malloc)
@@ -138,7 +138,7 @@ from jax_run.model import config_from_flags, flags_from_config
 from jax_run.program import Options, assemble
 from jax_run.sources import open_source
 from jax_text import load
-from jax_train_utils import create_learning_rate_schedule, create_train_state
+from jax_train_utils import create_learning_rate_schedule, create_train_state, split_batch
 from jax_transformer import INIT_STD, count_params, estimate_mfu
 from tools.plan import plan_step
 from jax_run.speed import bytes_read_per_step, expected_experts, tokens_per_step

@@ -993,8 +993,9 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
     return results
 
 
-def score_in_pieces(params: dict, config: GPTConfig, items: list, max_length: int, batch_size: int,
-                    cache_dtype: str, with_top: bool) -> Iterator[list[list[tuple]]]:
+def score_in_pieces(params: dict, config: GPTConfig, items: list, max_length: int = 0,
+                    batch_size: int = 16, cache_dtype: str = 'auto',
+                    with_top: bool = False) -> Iterator[list[list[tuple]]]:
     """Computes score(). Yields the results, still incomplete, after each piece, so that the caller
     can do other work in between. The results that are yielded last are complete."""
     max_length = max_length or config.block_size

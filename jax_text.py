@@ -23,8 +23,7 @@ from jax_devices.choose import config_for_decoding
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import TextSampling, UserError, check_ranges, shows_fields
-from jax_generate import (
-    PrefixCache, Prompts, right_padded, score, score_in_pieces, start_rows)
+from jax_generate import PrefixCache, Prompts, right_padded, score_in_pieces, start_rows
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
     CharTokenizer, check_template, decoder_kinds, describe_tokenizer, limit_vocabulary,
@@ -365,15 +364,16 @@ class TextModel:
     def score(self, items: list, *, max_length: int = 0, batch_size: int = 16,
               cache_dtype: str = 'auto', with_top: bool = False) -> list[list[tuple]]:
         """Returns the log-probabilities of given tokens by this model; see jax_generate.score."""
-        with self.layout.mesh_context():
-            return score(self.params, self.config, items, max_length=max_length,
-                         batch_size=batch_size, cache_dtype=cache_dtype, with_top=with_top)
+        *_, results = self.score_in_pieces(
+            items, max_length=max_length, batch_size=batch_size, cache_dtype=cache_dtype,
+            with_top=with_top)
+        return results
 
-    def score_in_pieces(self, items: list, *, batch_size: int) -> Iterator[list[list[tuple]]]:
-        """Computes score(items, with_top=True). Yields the results, still incomplete, after each
-        piece, so that the caller can do other work in between. The results that are yielded last
-        are complete."""
-        pieces = score_in_pieces(self.params, self.config, items, 0, batch_size, 'auto', True)
+    def score_in_pieces(self, items: list, **options: Any) -> Iterator[list[list[tuple]]]:
+        """Computes score(items, **options). Yields the results, still incomplete, after each piece,
+        so that the caller can do other work in between. The results that are yielded last are
+        complete."""
+        pieces = score_in_pieces(self.params, self.config, items, **options)
         while True:
             with self.layout.mesh_context():
                 results = next(pieces, None)

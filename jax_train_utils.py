@@ -387,6 +387,26 @@ def count_frozen(frozen: dict | None) -> int:
 # -----------------------------------------------------------------------------
 # the training step
 
+def split_batch(gradient_accumulation_steps: int, batch_size: int,
+                n_devices: int) -> tuple[int, int]:
+    """Returns (micro-steps; micro-batch size) of each device. Devices split the micro-steps first,
+    then the micro-batch, so that no device ever holds more than batch_size sequences. Example: 4
+    micro-steps of 12 sequences on 8 devices give (1; 6).
+
+    Raises UserError if the devices cannot share the sequences equally."""
+    # Some devices compute different micro-steps, the others different sequences of a micro-step.
+    step_shards = math.gcd(gradient_accumulation_steps, n_devices)
+    batch_shards = n_devices // step_shards
+    if batch_size % batch_shards:
+        valid = [n for n in range(1, n_devices + 1)
+                 if batch_size % (n // math.gcd(gradient_accumulation_steps, n)) == 0]
+        raise UserError(
+            f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
+            f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices '
+            f'can: {valid}; or make batch_size a multiple of {batch_shards}')
+    return gradient_accumulation_steps // step_shards, batch_size // batch_shards
+
+
 def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, seed: int,
                     grad_clip: float, loss_chunk: int = 0, ema: float = 0.0) -> Callable:
     """Makes train_step(state, batch) -> (state, metrics), for layout.jit_step.

@@ -999,8 +999,8 @@ def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[
 
 
 def rope_table(config: GPTConfig, layer_type: str, head_width: int,
-               position_BxT: Array) -> tuple[Array, Array]:
-    """Returns (the cosines; the sines) of the angles position * frequency_j, float32 [B, T, 1, F]
+               position_BxT: Array) -> list[Array]:
+    """Returns [the cosines, the sines] of the angles position * frequency_j, float32 [B, T, 1, F]
     each. The F frequencies are those of rope_of_layer, one for each pair of channels. Both results
     are multiplied by the factor that rope_of_layer returns. layer_type, head_width: see
     rope_of_layer."""
@@ -1010,11 +1010,10 @@ def rope_table(config: GPTConfig, layer_type: str, head_width: int,
         angle = position_BxT[..., None, None] * jnp.asarray(frequencies, jnp.float32)
         return amplitude * jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 
-    cos, sin = jnp.split(computed_once(cos_and_sin, position_BxT), 2, axis=-1)
-    return cos, sin
+    return jnp.split(computed_once(cos_and_sin, position_BxT), 2, axis=-1)
 
 
-def apply_rope(x_BxTxHxK: Array, table: tuple[Array, Array]) -> Array:
+def apply_rope(x_BxTxHxK: Array, table: list[Array]) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
     arXiv:2104.09864), in float32. If config.rope_width is set, rope_width takes the place of K:
     only the first rope_width channels form pairs, and the other channels are unchanged. table: the

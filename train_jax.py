@@ -116,7 +116,7 @@ if flags['init_from'] not in ('resume', 'auto'):  # else most flags come from th
 import jax
 import numpy as np
 
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import (
     StopSignal, check_agreement, initialize_distributed, signal_name)
 from jax_devices.setup import (
@@ -128,7 +128,7 @@ from jax_run.minutes import Deadline, first_batch, iterations_that_fit, say_if_f
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
 from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_state, with_schedule
-from jax_train_utils import count_frozen, dpo, estimate_losses, language_model
+from jax_train_utils import count_frozen, dpo, estimate_losses, language_model, split_batch
 from jax_transformer import count_params, estimate_mfu
 
 # settings that JAX reads when it starts; a resumed run has them in its config.json

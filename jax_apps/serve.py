@@ -466,7 +466,8 @@ class Server(ThreadingHTTPServer):
         rows = [generation.result.tokens[i, :generation.result.lengths[i]].tolist()
                 for i in range(len(prompts))]
         # few rows at a time, so that other answers wait for a short piece only
-        pieces = self.model.score_in_pieces([[(ids, 1)] for ids in rows], batch_size=ECHO_ROWS)
+        items = [[(ids, 1)] for ids in rows]
+        pieces = self.model.score_in_pieces(items, batch_size=ECHO_ROWS, with_top=True)
         scores = yield from self.make_all(job, pieces)
         if not scores:
             return

@@ -47,14 +47,14 @@ class Layout:
 
     This class is the layout on one device: everything is whole, and nothing is reduced. Its
     subclasses replace what is different on several devices."""
-    n_losses = 1  # the number of losses that a step returns
+    has_own_losses = False  # whether each device returns the mean loss of its own sequences
 
     def __init__(self, devices: Sequence[jax.Device], sizes: MeshSizes = MeshSizes(),
                  mesh: Mesh | None = None):
         self.devices = tuple(devices)
         self.sizes = sizes
         if mesh is None:  # all devices on the axis data, in their order, as pmap has them
-            mesh = Mesh(np.array(self.devices).reshape(-1, *[1] * (len(AXES) - 1)), AXES)
+            mesh = Mesh(np.expand_dims(self.devices, [*range(1, len(AXES))]), AXES)
         self.mesh = mesh
         # the shards of the batch; devices along tensor and context share sequences
         self.n_data_shards = math.prod(mesh.shape[axis] for axis in BATCH)
@@ -151,20 +151,6 @@ class Layout:
         batch = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), batch)
         return jax.device_put(batch, self.devices[0])
 
-    def put_shards(self, batch, shape, find_part):
-        """Does the work of shard_batch for several devices.
-
-        find_part: a function of (local, index) that returns a device's part of an array. local:
-        this process's shards of the array, {shard number: array [*shape, *rest]}. index: which part
-        of the global array the device holds, a tuple of slices."""
-        def put(x):
-            whole, spec = self.whole_batch(shape, x.shape[1:])
-            local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
-            return jax.make_array_from_callback(
-                whole, NamedSharding(self.mesh, spec), functools.partial(find_part, local))
-
-        return jax.tree.map(put, batch)
-
     def max_over_processes(self, number):
         """Returns the maximum of `number` over all processes. If there are several processes, the
         maximum is a device array, and only int() of this array waits for the result."""
@@ -177,6 +163,11 @@ class Layout:
         return global_max(numbers)
 
     # --- within a step
+
+    @property
+    def n_losses(self):
+        """The number of losses that a step returns."""
+        return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):
         """Wraps compute(params, frozen, batch, scale), which returns the gradients and metrics of
@@ -215,23 +206,35 @@ class Layout:
         return contextlib.nullcontext()
 
 
-class Replicas(Layout):
-    """The whole state on each of several devices, and a part of the sequences: pmap."""
+class SeveralDevices(Layout):
+    """What the layouts on several devices share: a batch is put there part by part."""
 
-    def __init__(self, devices):
-        super().__init__(devices)
-        self.n_losses = len(devices)  # each device returns the mean loss of its own sequences
+    def shard_batch(self, batch, shape):
+        def put(x):
+            whole, spec = self.whole_batch(shape, x.shape[1:])
+            local = dict(zip(self.local_data_shards, x.reshape(-1, *shape, *x.shape[1:])))
+            return jax.make_array_from_callback(
+                whole, NamedSharding(self.mesh, spec),
+                functools.partial(self.find_part, local, shape))
+
+        return jax.tree.map(put, batch)
+
+    def find_part(self, local, shape, index):
+        """Returns a device's part of a global array: a shard. local: this process's shards of the
+        array, {shard number: array [*shape, *rest]}. index: which part of the global array the
+        device has, a tuple of slices."""
+        return local[index[0].start or 0][None]
+
+
+class Replicas(SeveralDevices):
+    """The full state on each of several devices, and a part of the sequences: pmap."""
+
+    has_own_losses = True
 
     def whole_batch(self, shape, rest):
         """Returns (shape; PartitionSpec) as Layout.whole_batch does. The global array has an axis
         for the shards: [n_data_shards, *shape, *rest]."""
         return (self.n_data_shards, *shape, *rest), P('data')
-
-    def shard_batch(self, batch, shape):
-        def find_part(local, index):
-            return local[index[0].start or 0][None]
-
-        return self.put_shards(batch, shape, find_part)
 
     def all_reduced(self, compute):
         def mean(*inputs):
@@ -251,16 +254,15 @@ class Replicas(Layout):
         return pmap_step(step_of_all, self.devices)
 
 
-class Sharded(Layout):
+class Sharded(SeveralDevices):
     """Everything sharded over a mesh: jit, and XLA inserts the communication."""
 
     def __init__(self, devices, sizes):
-        mesh = create_mesh(tuple(devices), sizes.tensor, sizes.fsdp, sizes.expert, sizes.context)
+        mesh = create_mesh(devices, sizes.tensor, sizes.fsdp, sizes.expert, sizes.context)
         super().__init__(devices, sizes, mesh)
 
     def shardings(self, tree):
-        specs = self.specs(tree)
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.specs(tree))
 
     def specs(self, tree):
         """Returns the PartitionSpec of each leaf of a tree of parameters, or of a TrainState."""
@@ -274,14 +276,11 @@ class Sharded(Layout):
         spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
         return (*first, self.n_data_shards * each, *rest), spec
 
-    def shard_batch(self, batch, shape):
+    def find_part(self, local, shape, index):
+        """Returns a device's part of a global array: its positions of a shard."""
         axis = len(shape) - 1  # of the sequences
-
-        def find_part(local, index):  # the device's positions of a shard
-            shard_number = (index[axis].start or 0) // shape[-1]
-            return local[shard_number][..., *index[axis + 1:]]
-
-        return self.put_shards(batch, shape, find_part)
+        shard_number = (index[axis].start or 0) // shape[-1]
+        return local[shard_number][..., *index[axis + 1:]]
 
     def shard_gradients(self, grads):
         return shard_params(grads)
@@ -328,27 +327,26 @@ class Zero2(Sharded):
 
 
 class Zero1(Zero2):
-    """As Zero2, but each device sums the whole gradients of its own micro-batches, and shards the
+    """As Zero2, but each device sums the full gradients of its own micro-batches, and shards the
     gradients only once in a step (ZeRO-1)."""
 
-    def __init__(self, devices):
-        super().__init__(devices, MeshSizes())
-        self.n_losses = len(devices)  # each device returns the mean loss of its own sequences
+    has_own_losses = True
 
     def shard_gradients(self, grads):
         return grads
 
     def all_reduced(self, compute):
-        def on_each_replica(specs, *inputs):
-            grads, metrics = compute(*inputs)
-            with jax.named_scope('reduce_scatter'):
-                return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
-
         def mean_shards(params, frozen, batch, scale):
             specs = partition_specs(params, current_mesh(), over_replicas=True)
+
+            def on_each_replica(*inputs):
+                grads, metrics = compute(*inputs)
+                with jax.named_scope('reduce_scatter'):
+                    return jax.tree.map(mean_shard, specs, grads), jax.lax.pmean(metrics, 'data')
+
             run = jax.shard_map(
-                functools.partial(on_each_replica, specs),
-                in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()), check_vma=False)
+                on_each_replica, in_specs=(P(), P(), P(None, 'data'), P()), out_specs=(specs, P()),
+                check_vma=False)
             return run(params, frozen, batch, scale)
 
         return mean_shards
@@ -380,35 +378,11 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
     if zero == 1 and has_axes:
         raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
                         '--zero=2')
-    if zero == 1:
-        return Zero1(devices)
-    if zero == 2:
-        return Zero2(devices, sizes)
+    if zero:
+        return {1: Zero1, 2: Zero2}[zero](devices, sizes)
     if has_axes:
         return Sharded(devices, sizes)
     return Layout(devices) if len(devices) == 1 else Replicas(devices)
-
-
-def fit_sizes(sizes, given, n_devices, n_embd):
-    """Returns the sizes of the mesh's axes, {'fsdp', 'tensor', 'expert', 'context'}, for a resumed
-    run on n_devices devices. If the product of `sizes` divides n_devices, returns `sizes`.
-    Otherwise:
-    - a size with its name in `given` stays;
-    - an fsdp above 1 that is not in `given` becomes as large as the remaining devices and the width
-      n_embd allow: the greatest common divisor of both;
-    - every other size becomes 1.
-
-    sizes: the sizes that the flags of the run ask for. given: the flags that the user gave with the
-    command to resume. Example: fsdp=4, tensor=2 on two devices, with nothing given, becomes fsdp=2,
-    tensor=1."""
-    if n_devices % max(1, math.prod(sizes.values())) == 0:
-        return sizes
-    fitting = {name: size if name in given else 1 for name, size in sizes.items()}
-    # fsdp takes the remaining devices, as far as it divides the width
-    if 'fsdp' not in given and sizes['fsdp'] > 1:
-        left = n_devices // math.gcd(n_devices, math.prod(fitting.values()))
-        fitting['fsdp'] = math.gcd(left, n_embd)
-    return fitting
 
 
 def pmap_step(step, devices, donate_argnums=()):
@@ -423,22 +397,3 @@ def pmap_train_step(step: Callable, devices: Sequence[jax.Device]) -> Callable:
     """Returns the training step step(state, batch) as a pmap over `devices`, with a donated state;
     see pmap_step. This is data parallelism with the whole state on each device."""
     return pmap_step(step, devices, donate_argnums=0)
-
-
-def split_batch(gradient_accumulation_steps, batch_size, n_devices):
-    """Returns (micro-steps; micro-batch size) of each device. Devices split the micro-steps first,
-    then the micro-batch, so that no device ever holds more than batch_size sequences. Example: 4
-    micro-steps of 12 sequences on 8 devices give (1; 6).
-
-    Raises UserError if the devices cannot share the sequences equally."""
-    # Some devices compute different micro-steps, the others different sequences of a micro-step.
-    step_shards = math.gcd(gradient_accumulation_steps, n_devices)
-    batch_shards = n_devices // step_shards
-    if batch_size % batch_shards:
-        valid = [n for n in range(1, n_devices + 1)
-                 if batch_size % (n // math.gcd(gradient_accumulation_steps, n)) == 0]
-        raise UserError(
-            f'gradient_accumulation_steps={gradient_accumulation_steps} x batch_size={batch_size} '
-            f'sequences cannot be shared equally by {n_devices} devices; these numbers of devices '
-            f'can: {valid}; or make batch_size a multiple of {batch_shards}')
-    return gradient_accumulation_steps // step_shards, batch_size // batch_shards

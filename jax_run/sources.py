@@ -32,7 +32,7 @@ STARTS = 2  # in packed rows: a conversation, or the padding, starts here
 # the order of reading
 
 class Order(NamedTuple):
-    """Describes an endless stream of n rows or windows, shuffled anew in each epoch.
+    """Describes an endless stream of n rows or windows, shuffled again in each epoch.
 
     An epoch has each of them once. Row or window i begins at position offset + stride * i of the
     data. The offset is drawn for each epoch from 0 .. n_offsets - 1; it is 0 if n_offsets is 0."""

@@ -27,12 +27,13 @@ checkpoint; `meta` is its JSON part):
 | dtype=auto, attention=auto | nothing | chosen for the present devices |
 """
 import dataclasses
+import math
 import os
 
 import jax
 import jax.numpy as jnp
 
-from jax_devices.layout import fit_sizes
+from jax_devices.layout import MeshSizes
 from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
@@ -140,7 +141,7 @@ def open_run(flags, given):
     with in_all_processes():
         devices, dtype, reason = setup_jax_environment(flags['device'], flags['dtype'])
     if resumed:
-        sizes = {name: flags[name] for name in ('fsdp', 'tensor', 'expert', 'context')}
+        sizes = {name: flags[name] for name in MeshSizes._fields}
         fitting = fit_sizes(sizes, given, len(devices), resumed['model']['n_embd'])
         if fitting != sizes:
             print(f'{sizes} of the resumed run do not fit {len(devices)} devices: taking '
@@ -168,6 +169,28 @@ def open_run(flags, given):
     is_measured = flags['minutes'] > 0 and not (resumed and flags['max_iters'])
     return Run(flags, given, devices, dtype, resumed, shares, meta, model,
                has_length=not is_measured)
+
+
+def fit_sizes(sizes, given, n_devices, n_embd):
+    """Returns the sizes of the mesh's axes, {'fsdp', 'tensor', 'expert', 'context'}, for a resumed
+    run on n_devices devices. If the product of `sizes` divides n_devices, returns `sizes`.
+    Otherwise:
+    - a size with its name in `given` stays;
+    - an fsdp above 1 that is not in `given` becomes as large as the remaining devices and the width
+      n_embd allow: the greatest common divisor of both;
+    - every other size becomes 1.
+
+    sizes: the sizes that the flags of the run ask for. given: the flags that the user gave with the
+    command to resume. Example: fsdp=4, tensor=2 on two devices, with nothing given, becomes fsdp=2,
+    tensor=1."""
+    if n_devices % max(1, math.prod(sizes.values())) == 0:
+        return sizes
+    fitting = {name: size if name in given else 1 for name, size in sizes.items()}
+    # fsdp takes the remaining devices, as far as it divides the width
+    if 'fsdp' not in given and sizes['fsdp'] > 1:
+        left = n_devices // math.gcd(n_devices, math.prod(fitting.values()))
+        fitting['fsdp'] = math.gcd(left, n_embd)
+    return fitting
 
 
 def check_init_from(source):

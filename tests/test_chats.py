@@ -18,14 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import jax_devices.choose
 from jax_devices.choose import choose_attention
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_ops.attention import Scores, chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
 from jax_run.data import load_dataset_meta
 from jax_run.log import read_metrics
 from jax_run.sources import find_starts, open_source
-from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step
+from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step, split_batch
 from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
     RESUME, ROOT, TINY, assert_refused, final_state, make_step, prepare, random_params, start, succeeded, train,

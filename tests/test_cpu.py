@@ -45,6 +45,17 @@ def test_int8_weights_are_all_that_an_int8_matmul_rounds_visibly(rows, stored_as
     np.testing.assert_allclose(got, exact, rtol=0, atol=tolerance * np.abs(exact).max())
 
 
+@pytest.mark.parametrize('rows', [4, 65])
+def test_a_row_that_is_not_a_number_leaves_the_other_rows_as_they_are(rows):
+    x, weights, scale = operands(rows, 768)
+    spoiled = x.copy()
+    spoiled[0, 0] = np.nan
+    multiply, w = jax.jit(matmul_int8), stored(weights, 'uint8')
+    got = multiply(spoiled, w, scale)
+    assert np.isnan(got[0]).all()
+    np.testing.assert_array_equal(got[1:], multiply(x, w, scale)[1:])
+
+
 def test_a_prompt_in_bfloat16_differs_from_int8_weights_by_the_rounding_of_x_alone():
     x, weights, scale = operands(65, 768)
     exact = np.float64(x.astype(jnp.bfloat16)) @ (np.float64(weights) * np.float64(scale)[:, None]).T

@@ -10,13 +10,13 @@ import optax
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_pretrained import load_pretrained
 from jax_run.data import load_dataset_meta
 from jax_run.load import load_frozen
 from jax_run.log import read_metrics
 from jax_run.sources import Pairs
-from jax_train_utils import create_train_state, dpo
+from jax_train_utils import create_train_state, dpo, split_batch
 from tests.common import (
     FAMILIES, GOLDEN, RESUME, assert_refused, edit_json, final_state, make_step, prepare, records_of, refusal,
     run_script, sample, slow, start, succeeded, train, wait_for)

@@ -11,13 +11,13 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_ops.matmul import Int8
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_frozen, load_run
 from jax_run.log import read_metrics
-from jax_train_utils import count_frozen, create_train_state, model_params
+from jax_train_utils import count_frozen, create_train_state, model_params, split_batch
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, make_step, records_of, run_script,

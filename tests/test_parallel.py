@@ -17,7 +17,7 @@ import jax_devices.choose
 import jax_devices.layout
 import jax_ops.matmul
 from jax_devices.choose import choose_attention
-from jax_devices.layout import fit_sizes, setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import Controls, DecodeState, decode, prefill
 from jax_ops.attention import Dropout, Scores, fused_causal_attention
@@ -31,9 +31,10 @@ from jax_run.checkpoints import (
     choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints, opt_state_item, save_checkpoint)
 from jax_run.load import load_run
 from jax_run.sources import get_batch_jax, open_source
+from jax_run.start import fit_sizes
 from jax_train_utils import (
     create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, estimate_loss_jax,
-    language_model, make_eval_step)
+    language_model, make_eval_step, split_batch)
 from jax_transformer import GPT, GPTConfig, MoEConfig, init_cache
 from tests.common import META, MODEL, SHORT, TINY, assert_refused, make_step, random_params, run_script, slow, train
 

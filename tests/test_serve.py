@@ -457,8 +457,8 @@ def test_another_answer_begins_while_the_prompts_of_an_echo_are_scored(of_run, m
     order = []
     score_in_pieces, encode = jax_text.score_in_pieces, Server.encode
     with ThreadPoolExecutor() as pool:
-        def pieces(*args):
-            for results in score_in_pieces(*args):
+        def pieces(*args, **options):
+            for results in score_in_pieces(*args, **options):
                 order.append('piece')
                 if len(order) == 1:
                     pool.submit(complete, of_run, max_tokens=2)

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import generate, score
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, get_batch_jax)
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, get_batch_jax, split_batch)
 from jax_transformer import GPTConfig, MoEConfig
 from tests.common import apply, final_state, make_step, random_params, succeeded, train, write_random_data
 

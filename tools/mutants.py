@@ -52,7 +52,8 @@ MODULES = {  # {module: (file of the product, test files, [(old text, which occu
         ('if must_have_checksums and not', 'if False and not')]),
     'layout': ('jax_devices/layout.py', 'parallel compiled', [
         ("if not hasattr(tree, 'opt_state')", 'if True'),
-        ('if config.block_size % context**2:', 'if config.block_size % context:'),
+        ('if config.block_size % context**2:', 'if config.block_size % context:')]),
+    'start': ('jax_run/start.py', 'parallel', [
         ("fitting['fsdp'] = math.gcd(left, n_embd)", "fitting['fsdp'] = left")]),
     'sharding': ('jax_ops/sharding.py', 'parallel compiled', [
         ("axes = (*axes, 'data', 'context')", "axes = (*axes, 'data')"),

@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jax_devices.choose import config_for_decoding
-from jax_devices.layout import setup_distributed_training, split_batch
+from jax_devices.layout import setup_distributed_training
 from jax_generate import Controls, DecodeState, choose_slots, step_cached
 from jax_ops.decode_weights import cast_matrices, order_columns_by_rank, quantize_params
 from jax_run.program import Options, assemble
 from jax_train_utils import (
-    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state)
+    create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, split_batch)
 from jax_transformer import count_params, init_cache
 from tools.topologies import DEVICE_MEMORY
 
