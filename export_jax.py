@@ -54,8 +54,8 @@ from jax_devices.setup import setup_jax_environment
 from jax_hub.folders import (
     find_config_json, is_on_hub, kept_config_json, local_path, name_on_hub)
 from jax_hub.gguf_files import why_no_gguf
-from jax_hub.tokenizers import (
-    HFTokenizer, describe_tokenizer, load_tokenizer, write_tokenizer)
+from jax_hub.tokenizer_files import write_tokenizer
+from jax_hub.tokenizers import HFTokenizer, describe_tokenizer, load_tokenizer
 from jax_pretrained import open_pretrained, public_name, save_adapter, save_pretrained
 from jax_run.checkpoints import run_folder
 from jax_run.load import load_run, load_updates
@@ -194,9 +194,10 @@ def readable(n_bytes):
 
 
 def sample_command(path, description):
-    """Returns a command that samples from the export. The command's prompt is a text that the
-    tokenizer can write. path, description: see report."""
-    # a text, or a question for a chat; GPT-2's tokenizer can write any text, so that it need not be
+    """Returns a shell command that samples from the export. The prompt in the command is a text
+    that the tokenizer encodes and decodes unchanged. If first_known finds no such text, the command
+    has no prompt. path, description: see report."""
+    # a text, or a question for a chat; GPT-2's tokenizer can encode any text, so it need not be
     # loaded (it may have to be downloaded)
     kind = description.get('kind')
     text = 'Once upon a time'

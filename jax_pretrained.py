@@ -36,7 +36,8 @@ from jax_hub.families import (
     COMPOSITE, GPT2_FIXED, GPT2_SIZES, HF_ACTIVATIONS, read_config)
 from jax_hub.folders import is_on_hub, kept_config_json, local_path, name_on_hub, new_folder
 from jax_hub.gguf_files import GGUF_DTYPES, write_gguf
-from jax_hub.tokenizers import copy_tokenizer, load_tokenizer
+from jax_hub.tokenizer_files import copy_tokenizer
+from jax_hub.tokenizers import load_tokenizer
 from jax_hub.weights import (
     check_tensors, common_dtype, open_model, write_safetensors, write_shards)
 from jax_transformer import GPT, GPTConfig
@@ -190,8 +191,8 @@ def public_name(model):
 
 def save_adapter(updates, config, folder, *, base, rank, alpha, dtype='float32', tokenizer=None):
     """Writes LoRA's updates as a folder that peft reads: adapter_config.json and
-    adapter_model.safetensors. peft's model of `base` with this adapter has the logits of `base`
-    with the updates merged.
+    adapter_model.safetensors. If peft loads `base` and this adapter, it computes the same logits as
+    a model in which the updates are merged into the weights of `base`.
 
     updates: the tree {..., 'a': [in, rank], 'b': [rank, out]} of create_updates, in the memory of
     the host. config: a GPTConfig. base: the Hugging Face folder or hub name of the model that the
@@ -431,8 +432,9 @@ def differences(config, hf, source):
 
 def meaning(config):
     """Returns {field: value} of a GPTConfig, for comparing models: equal dicts mean the same model.
-    A default that stands for another value becomes this value: n_kv_head=0 becomes the number of
-    heads. Fields without effect on the logits, such as dropout, are cleared."""
+    If the default of a field stands for a value that depends on other fields, the dict has that
+    value. For example, n_kv_head=0 becomes the number of heads. Fields without effect on the
+    logits, such as dropout, are cleared."""
     layer_types, is_moe = zip(*[config.layer(i) for i in range(config.n_layer)])
     values = config.architecture()
     values['head_dim'] = config.head_width
@@ -568,8 +570,8 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns how to reorder the rows of a matrix [n_rows, in] from their order on disk to the
-    order that apply_rope() needs: the index on disk of each row, int [n_rows], for TensorMap.rows.
+    """Returns row indices for TensorMap.rows, int [n_rows]. The indices reorder the rows of a
+    matrix [n_rows, in]: row indices[i] on disk becomes row i in the order that apply_rope() needs.
 
     n_rows = heads * head_width. On disk, the last rope_width rows of each head are pairs, such as
     x0 y0 x1 y1. apply_rope() needs the first rows of all pairs, then the second rows: x0 x1 y0
@@ -652,8 +654,9 @@ def llama_tensor_maps(config, naming):
 
 
 def latent_rows(config, naming):
-    """Returns {module: the row indices on disk of its matrix, listed in the order that apply_rope
-    needs}, for TensorMap.rows. The modules are attn/q_b and attn/kv_a.
+    """Returns {module: row indices} for TensorMap.rows. The indices reorder the rows of the
+    module's matrix: row indices[i] on disk becomes row i in the order that apply_rope needs. The
+    modules are attn/q_b and attn/kv_a.
 
     Only models with multi-head latent attention have these modules. For other models, and for
     families that do not interleave RoPE's channels on disk, returns {}. naming: the family's
@@ -867,7 +870,10 @@ def release_pages(tensors):
 # Hugging Face folders and nanoGPT
 
 def load_config(path_or_name):
-    """Returns the GPTConfig of a pretrained model. safetensors are mapped into memory, not read."""
+    """Returns the GPTConfig of a pretrained model. Also opens the files of its weights. A
+    safetensors file is only memory-mapped. A file of torch is read as a whole. path_or_name: as for
+    load_pretrained. Raises UserError for missing or damaged files, and for models that GPT does not
+    compute."""
     return open_model(path_or_name)[0]
 
 

@@ -204,7 +204,8 @@ def load_model_tokenizer(model, template=None, stop_text=None):
     out_dir of a run, a data set, or gpt2. template: a chat template, a text, in place of the
     model's. stop_text: the text that ends the answers of this template. It has no effect if the
     model has a token that ends a text. Raises UserError if the tokenizer cannot be read."""
-    from jax_hub.tokenizers import HFTokenizer, write_template, write_tokenizer
+    from jax_hub.tokenizer_files import write_template, write_tokenizer
+    from jax_hub.tokenizers import HFTokenizer
     source = find_tokenizer(model)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(source, folder)
@@ -373,8 +374,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     meta: more keys for meta.json.
     block_size: if it is not 0, the documents are cut into rows for a training with this block_size,
     see write_rows. lengths: {'train', 'val': the number of tokens of each document}, for rows only.
-    n_bytes: {'train', 'val': the number of UTF-8 bytes of the texts, in chats only of the parts
-    that count}; None if unknown.
+    n_bytes: {'train', 'val': the number of UTF-8 bytes of the texts}; None if unknown. For chats,
+    only the parts of the texts that count in the loss are counted.
     If a split has too few tokens or no full row, removes the files PARTS and raises UserError.
 
     Writes the tokenizer's files, `files` and meta.json first. Then renames the files of tokens,
@@ -383,8 +384,7 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
 
     meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
     the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same texts, but
-    counted per token (see load_token_bytes). A "tokenizer" of the kind 'folder' has its
-    tokens_digest."""
+    counted per token (see load_token_bytes). It also has "tokenizer", the result of describe()."""
     folder = Path(folder)
     paths = {split: folder / f'{split}.part.bin' for split in ('train', 'val')}
     sizes = {}

@@ -5,20 +5,17 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 
 import numpy as np
 
 from jax_flags import (
-    CONTROLS, UserError, read_json, whole_characters, write_json, write_text)
+    CONTROLS, UserError, read_json, whole_characters)
 from jax_hub.folders import (
     import_transformers, path_inside, read_config_json, telling_warnings, text_config)
 
 # the class of transformers that reads tokenizer.json as it is, and adds nothing
 AS_FILED = 'PreTrainedTokenizerFast'
-# settings of transformers' tokenizer that a copy keeps: they change no ids here
-KEPT_SETTINGS = ('split_special_tokens', 'padding_side', 'truncation_side', 'model_max_length')
 TEMPLATE_REMEDY = 'data/chat/prepare.py --template=plain makes data from which it learns one'
 LARGEST_ID = 2**22  # the largest vocabularies that are known have a million ids
 
@@ -246,8 +243,12 @@ class HFTokenizer:
         return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
-        """Returns warnings about a conversation, a list of texts, see jax_hub.chats.find_lost.
-        tools, variables: see Chat."""
+        """Returns warnings about training on a conversation, a list of sentences. A warning names a
+        kind of content that the chat template leaves out, or says that the tokens before the last
+        answer are not the prompt that sampling would use. See jax_hub.chats.find_lost.
+
+        messages: the conversation. ids: the token ids of the conversation. counted: the indices of
+        the answers that count in the loss, at least one. tools, variables: see Chat."""
         chats = import_chats()
         chat = chats.with_arguments(self, chats.read_chat(messages, tools, variables))
         return chats.find_lost(self, chat, ids, counted)
@@ -366,13 +367,14 @@ MISTRAL_SIZE = 100_000  # tokens; smaller vocabularies are SentencePiece's
 
 
 def mend_mistral_split(tokenizer, folder, settings):
-    """Replaces the split before BPE in a Mistral tokenizer if it is the wrong one that some of them
-    have. The published split takes its place, as with transformers' fix_mistral_regex, and a line
-    is printed. tokenizer: the Tokenizer, which is changed. folder: its folder. settings: the
-    content of tokenizer_config.json; "fix_mistral_regex": false there forbids the replacement.
+    """Replaces the split before BPE in a Mistral tokenizer if this split is LLAMA3_SPLIT, the
+    mistake of an early converter. The new split is MISTRAL_SPLIT, as with transformers'
+    fix_mistral_regex. Prints a line when it replaces the split. tokenizer: the Tokenizer, which is
+    changed. folder: its folder. settings: the content of tokenizer_config.json;
+    "fix_mistral_regex": false there forbids the replacement.
 
-    Does not change Llama 3's tokenizer, for which the same split is right, even if the model has
-    Mistral's architecture."""
+    Does not change the tokenizer of Llama 3, even if the model has Mistral's architecture, because
+    LLAMA3_SPLIT is right for that tokenizer."""
     config = read_config_json(folder)
     version = re.match(r'\d+', str(config.get('transformers_version')))
     is_old = version is None or int(version[0]) < 5
@@ -400,8 +402,8 @@ def as_list(value):
 
 
 def read_sampling(generation):
-    """Returns the sampling defaults in `generation`, the content of generation_config.json, such as
-    {'temperature': 0.6}."""
+    """Returns the sampling defaults of the model's authors, such as {'temperature': 0.6}.
+    generation: the content of generation_config.json."""
     found = {name: generation[name] for name in CONTROLS
              if type(generation.get(name)) in (int, float)}
     if found.get('top_k', 0) < 0:  # many write -1 for off
@@ -410,8 +412,9 @@ def read_sampling(generation):
 
 
 def read_stop_texts(generation):
-    """Returns a tuple of the texts that end an answer, "stop_strings" in `generation`, the content
-    of generation_config.json."""
+    """Returns a tuple of the texts that end an answer. They are read from the key "stop_strings",
+    which holds one text or a list of texts. Without this key, the tuple is empty. generation: the
+    content of generation_config.json."""
     found = generation.get('stop_strings') or ()
     return tuple(text for text in ([found] if isinstance(found, str) else found)
                  if isinstance(text, str))
@@ -425,9 +428,9 @@ def decoder_kinds(tokenizer):
 
 
 def limit_vocabulary(tokenizer, size):
-    """Sets vocab_size of a tokenizer to `size` if it is larger, and if all tokens with ids of
-    `size` or more are special tokens. size: the number of rows of the model's embedding. Example:
-    Gemma 3's text models have a token for images, and no row for it."""
+    """Reduces vocab_size of a tokenizer to `size`, if vocab_size is larger than `size` and all
+    tokens with ids of `size` or more are special tokens. size: the number of rows of the model's
+    embedding. Example: Gemma 3's text models have a token for images, and no row for it."""
     if getattr(tokenizer, 'special_ids', set()).issuperset(range(size, tokenizer.vocab_size)):
         tokenizer.vocab_size = min(tokenizer.vocab_size, size)
 
@@ -535,8 +538,11 @@ def probe_ids(tokenizer):
 
 
 def tokens_digest(tokenizer):
-    """Returns a digest of a Tokenizer of the library tokenizers. The digest covers its vocabulary,
-    the ids of PROBE, and the ids of a text with words beside the first N_PROBED added tokens."""
+    """Returns a digest of a Tokenizer of the library tokenizers. Two tokenizers with the same
+    digest are taken for the same. The digest covers the vocabulary, the ids of PROBE, and the ids
+    of a text with the first N_PROBED added tokens. In this text, each added token stands once
+    directly before a word and once between spaces, because an added token may include the spaces
+    around it."""
     added = sorted(tokenizer.get_added_tokens_decoder().items())[:N_PROBED]
     is_plain = tokenizer.encode_special_tokens
     tokenizer.encode_special_tokens = False
@@ -583,91 +589,3 @@ def remedy_for_tokens(description, name):
         name = 'gpt2'
     return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
             '--out_dir=data/mine')
-
-
-# -----------------------------------------------------------------------------
-# writing
-
-def write_char_tokenizer(chars, folder):
-    """Writes tokenizer.json and tokenizer_config.json for a vocabulary of characters. The tokenizer
-    is a BPE without merges. chars: the characters in the order of their ids."""
-    from tokenizers import Tokenizer, decoders, models
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(chars)}, []))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
-    settings = {'tokenizer_class': AS_FILED, 'clean_up_tokenization_spaces': False}
-    write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
-
-
-def write_gpt2_tokenizer(folder):
-    """Writes tokenizer.json and tokenizer_config.json of GPT-2's BPE, from the two files that
-    tiktoken has downloaded."""
-    from tiktoken.load import read_file_cached
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    GPT2Tokenizer()
-    url = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main'
-    vocab = json.loads(read_file_cached(f'{url}/encoder.json'))
-    lines = read_file_cached(f'{url}/vocab.bpe').decode().splitlines()
-    merges = [tuple(line.split()) for line in lines[1:]]  # the first is a comment
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.add_special_tokens([AddedToken('<|endoftext|>', special=True, normalized=False)])
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(os.path.join(folder, 'tokenizer.json'))
-    settings = {'tokenizer_class': AS_FILED, 'eos_token': '<|endoftext|>'}
-    write_json(os.path.join(folder, 'tokenizer_config.json'), settings)
-
-
-def write_tokenizer(description, folder):
-    """Writes the files of a tokenizer to `folder`, such as tokenizer.json, also for a tokenizer
-    that has no files. description: see load_tokenizer."""
-    match description:
-        case {'kind': 'char', 'chars': chars}:
-            write_char_tokenizer(chars, folder)
-        case {'kind': 'gpt2'}:
-            write_gpt2_tokenizer(folder)
-        case _:
-            copy_tokenizer(description, folder)
-
-
-def write_template(folder, template):
-    """Writes a chat template, a text, into a folder that write_tokenizer has filled, in place of
-    the templates there."""
-    for name in TEMPLATES:
-        path = os.path.join(folder, name)
-        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
-    path = os.path.join(folder, 'tokenizer_config.json')
-    settings = read_json(path)
-    settings.pop('chat_template', None)
-    write_json(path, settings)
-    write_text(os.path.join(folder, 'chat_template.jinja'), template)
-
-
-def copy_tokenizer(description, folder):
-    """Writes the files of a Hugging Face tokenizer to `folder`. description: that of a tokenizer of
-    the kind 'folder', see load_tokenizer. The new tokenizer.json has all tokens, also those that
-    tokenizer_config.json or the tokenizer's class in transformers adds. The new
-    generation_config.json has all end tokens."""
-    source = description['path']
-    if os.path.realpath(source) == os.path.realpath(folder):
-        return
-    tokenizer = HFTokenizer(source, is_copy=description.get('is_copy', False))
-    os.makedirs(folder, exist_ok=True)
-    for name in TEMPLATES:  # left by an earlier tokenizer
-        path = os.path.join(folder, name)
-        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
-    if tokenizer.hf is None:
-        for name in ('tokenizer.json', 'tokenizer_config.json'):
-            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
-    else:
-        kept = {name: getattr(tokenizer.hf, name) for name in KEPT_SETTINGS}
-        import_transformers().PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer.tokenizer, chat_template=tokenizer.chat_template, **kept,
-            **tokenizer.special).save_pretrained(folder)
-        path = os.path.join(folder, 'tokenizer_config.json')  # transformers 4 knows the older name
-        write_json(path, {**read_json(path), 'tokenizer_class': AS_FILED})
-    generation = read_json(os.path.join(source, 'generation_config.json'), optional=True)
-    if tokenizer.stop_tokens:
-        generation['eos_token_id'] = list(tokenizer.stop_tokens)
-    if generation:
-        write_json(os.path.join(folder, 'generation_config.json'), generation)

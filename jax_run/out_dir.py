@@ -11,7 +11,7 @@ from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import (
     UserError, exit_if_peer_died, free_name, note, read_json, warn, write_json)
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
-from jax_hub.tokenizers import copy_tokenizer
+from jax_hub.tokenizer_files import copy_tokenizer
 from jax_run.checkpoints import (
     FORMAT, add_val_loss, checkpoint_steps, data_since, finish_checkpoints, is_checkpoint, list_steps, open_checkpoints,
     read_val_loss, run_folder, save_checkpoint, split_checkpoint)
@@ -48,8 +48,9 @@ class OutDir:
     def begin(self, run, manifest, bpb_bytes):
         """Begins to write a run. Deletes the checkpoints of a run that is overwritten. Opens the
         checkpoints, metrics.jsonl and wandb. Writes config.json, the tokenizer, and the config.json
-        of a pretrained model. run: a Run. manifest: what open_manifest returns. bpb_bytes: which
-        bytes the run's bits per byte count, 'tokens' or 'text' (see Data)."""
+        of a pretrained model. run: a Run. manifest: what open_manifest returns. bpb_bytes: whether
+        the metric bits per byte divides by the bytes of the 'tokens' or of the 'text' (see
+        Data.bpb_bytes)."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
@@ -83,9 +84,10 @@ class OutDir:
         self.folder.upload()
 
     def move_end(self, run, manifest):
-        """Writes config.json anew when the number of iterations of the run has changed. Later
-        checkpoints have the new number, too. run, manifest: the Run and the manifest with the new
-        number."""
+        """Records a new number of iterations of the run, in config.json and in all checkpoints that
+        are saved from now on. Call this method when --minutes has moved the end of the run. run,
+        manifest: the Run and the manifest with the new number. Prints a warning if config.json
+        cannot be written."""
         self.run, self.manifest = run, manifest
         if not self.metrics_log:
             return
@@ -125,9 +127,10 @@ class OutDir:
 
     def record_val_loss(self, iter_num, val_loss):
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
-        checkpoint and the checkpoint has no loss, as after a signal. The checkpoint can then be
-        chosen as the best. Adds nothing if the data changed at iter_num. If the run is in a bucket,
-        first uploads its files, metrics.jsonl among them."""
+        checkpoint and the checkpoint was saved without an evaluation. A run that a signal stops
+        saves such a checkpoint. With a loss, the checkpoint can be chosen as the best. Adds nothing
+        if the data changed at iter_num. If the run is in a bucket, first uploads its files,
+        metrics.jsonl among them."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -232,9 +235,9 @@ def lock_out_dir(out_dir, resumed_at=None):
     0, because the processes then have different folders.
 
     Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them. A
-    checkpoint counts as damaged in two cases. Its metrics are unreadable. Or it is newer than
-    resumed_at, the iteration that the run goes on from: a run resumes from its newest intact
-    checkpoint. resumed_at is None if the run is not resumed."""
+    checkpoint counts as damaged if its metrics are unreadable, or if it is newer than iteration
+    resumed_at. A run resumes from its newest intact checkpoint, so every newer checkpoint must be
+    damaged. resumed_at: the iteration that the run goes on from; None if the run is not resumed."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
@@ -254,8 +257,11 @@ def lock_out_dir(out_dir, resumed_at=None):
 
 def set_damaged_aside(run, resumed_at):
     """Renames the damaged checkpoints of a run, and prints a line for each. A checkpoint counts as
-    damaged if its metrics are unreadable, or if it is newer than iteration resumed_at (None if the
-    run is not resumed); see lock_out_dir. run: a DiskRun or BucketRun."""
+    damaged if its metrics are unreadable, or if it is newer than iteration resumed_at (lock_out_dir
+    says why).
+
+    run: a DiskRun or BucketRun. resumed_at: the iteration from which the run resumes. It is None if
+    the run is not resumed; then only checkpoints with unreadable metrics count as damaged."""
     folder = run.files / 'ckpt'
     for step in list_steps(folder):
         path = folder / str(step)

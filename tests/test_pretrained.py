@@ -13,7 +13,8 @@ import safetensors
 from safetensors.numpy import load_file
 
 from jax_hub.folders import keep_config_json, kept_config_json
-from jax_hub.tokenizers import HFTokenizer, write_char_tokenizer
+from jax_hub.tokenizer_files import write_char_tokenizer
+from jax_hub.tokenizers import HFTokenizer
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import GPT, GPTConfig, generate
 from tests.common import (

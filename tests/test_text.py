@@ -13,7 +13,8 @@ import jax_generate
 import jax_text
 from jax_flags import TextSampling, UserError
 from jax_generate import PrefixCache, generate
-from jax_hub.tokenizers import HFTokenizer, write_char_tokenizer
+from jax_hub.tokenizer_files import write_char_tokenizer
+from jax_hub.tokenizers import HFTokenizer
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
 from jax_run.load import load_run
