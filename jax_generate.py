@@ -470,7 +470,7 @@ class Unread(NamedTuple):
     tokens_BxT: np.ndarray
     length_B: np.ndarray
     n_held: int = 0  # the number of first tokens that the cache holds already
-    least_width: int = 16  # the least width of the pieces in which prompts are computed
+    least_width: int = 8  # the least width of the pieces in which prompts are computed
 
 
 class Decoder:
@@ -1054,13 +1054,15 @@ def windows(n_tokens: int, start: int, max_length: int) -> Iterator[tuple[int, i
 
 def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most: int,
                  cache_dtype: str, with_top: bool) -> Iterator[None]:
-    """Scores the rows of up to `most` groups, and writes the results into the Rows. A group is a
-    list of Rows. In each Row the tokens ids[start:] are scored. Yields None after each piece of
-    computation, so that the caller can do other work.
+    """Scores all rows of the groups, and writes the results into the Rows. Yields None after each
+    piece of computation, so that the caller can do other work.
 
-    The tokens that the rows of a group share are prefilled once. After that, the remaining tokens
-    of the rows are fed, `most` rows at a time, beginning with the rows that have the most remaining
-    tokens. cache_dtype, with_top: as in score."""
+    groups: at most `most` groups. A group is a list of Rows. In each Row the tokens ids[start:] are
+    scored. most: the number of rows that are computed together.
+
+    First, the tokens that the rows of a group share are prefilled, one row for each group. Then the
+    remaining tokens of the rows are fed, `most` rows at a time, beginning with the rows that have
+    the most remaining tokens. cache_dtype, with_top: as in score."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))
@@ -1201,15 +1203,14 @@ def four_per_octave(n: int, least: int) -> int:
 
 
 def piece_length(n_tokens: int, least: int) -> int:
-    """Returns the width of the pieces in which prompts are prefilled: 16, 64, 128 or PIECE, but at
-    least `least`. Short prompts have narrow pieces, because padding is computed, too. There are
-    only four widths, because a program is compiled for each.
+    """Returns the width of the pieces in which prompts are prefilled: 8, 16, 32, 64, 128 or PIECE,
+    but at least `least`. Short prompts have narrow pieces, because padding is computed, too. There
+    are only six widths, because a program is compiled for each.
 
     n_tokens: the length of the longest prompt, without the tokens that the cache holds already."""
-    for most, width in ((16, 16), (64, 64), (256, 128)):
-        if n_tokens <= most:
-            return max(least, width)
-    return PIECE
+    if n_tokens > 256:
+        return PIECE
+    return min(128, max(least, power_of_two(n_tokens)))
 
 
 def row_width(n_tokens: int) -> int:
@@ -1239,13 +1240,12 @@ def round_up_slots(n: int) -> int:
 
 
 def choose_slots(needed: int, longest: int, block_size: int) -> int:
-    """Returns the number of slots to give to a KV cache. needed: the number of slots that it needs
-    now. longest: the number of slots that it needs at the end. The result is never more than
-    block_size.
+    """Returns the number of slots to give to a KV cache, at most block_size. needed: the number of
+    slots that the cache needs now. longest: the number of slots that it needs at the end.
 
-    If `longest` is not much more than `needed`, the cache gets all slots at once: `longest`,
-    rounded up by four_per_octave. This is so up to twice round_up_slots(needed). Otherwise the
-    cache gets round_up_slots(needed) slots, and grows later."""
+    The number at the end is `longest`, at most block_size, rounded up by four_per_octave. If this
+    number is at most 2 * round_up_slots(needed), the cache gets all these slots now, and need not
+    grow. Otherwise the cache gets round_up_slots(needed) slots, and grows later."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

@@ -15,6 +15,7 @@ Shapes are in the names, so `q_BxTxHxK` needs no comment:
 A name that ends in _B holds one value per sequence."""
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -26,8 +27,8 @@ from jax import Array
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
-    ATTENTION, Dropout, Scores, blockwise_attention, causal_mask, fused_causal_attention,
-    span_limits)
+    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask,
+    fused_causal_attention, span_limits)
 from jax_ops.cpu import computed_once
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
@@ -296,20 +297,14 @@ class CausalSelfAttention(nn.Module):
             q_BxTxHxK, k_BxTxGxK = apply_positions(
                 cfg, self.layer_type, q_BxTxHxK, k_BxTxGxK, call.position_BxT)
 
-        # with a KV cache, the keys and values of this call are written to it, and the queries
-        # attend to all that it holds
-        kv = {'k': k_BxTxGxK, 'v': v_BxTxGxK}
-        key_position_BxS = None
-        if cache is not None:
-            kv, key_position_BxS, cache = update_kv_cache(
-                cfg, self.layer_type, cache, kv, call.position_BxT)
-
+        # with a KV cache, the queries attend to all that it holds
         sinks_H = self.param('sinks', nn.initializers.zeros, (H,)) if cfg.sinks else None
         scale = cfg.attention_scale
-        y_BxTxHxK = attend(
-            self, q_BxTxHxK, kv['k'], kv['v'], call, key_position_BxS, scale=scale, sinks_H=sinks_H)
+        qkv_of = lambda kv: (q_BxTxHxK, kv['k'], kv['v'])
+        kv = {'k': k_BxTxGxK, 'v': v_BxTxGxK}
+        y_BxTxHxK, cache = attend(self, qkv_of, kv, call, cache, scale=scale, sinks_H=sinks_H)
         if self.is_mutable_collection('intermediates'):
-            record_attention(self, q_BxTxHxK, kv['k'], call, scale=scale, sinks_H=sinks_H)
+            record_attention(self, q_BxTxHxK, k_BxTxGxK, call, scale=scale, sinks_H=sinks_H)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, H * K))
         return dropout(self, y_BxTxD, call), stream, cache
 
@@ -487,40 +482,60 @@ class GPT(nn.Module):
 # -----------------------------------------------------------------------------
 # attention: the choice between three ways to compute it, and its mask
 
-def attend(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, v_BxSxGxK: Array, call: Call,
-           key_position_BxS: Array | None = None, *, scale: float,
-           sinks_H: Array | None = None) -> Array:
-    """Computes a layer's attention by the best of three equivalent ways -> [B, T, H, K].
+def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]], kv: Any,
+           call: Call, cache: dict | None = None, *, scale: float,
+           sinks_H: Array | None = None) -> tuple[Array, dict | None]:
+    """Computes a layer's attention. Returns (y_BxTxHxK; the new KV cache, None without a cache).
 
-    - Training, and other calls whose keys are the call's own T tokens in order: the kernel in
-      config.attention (see choose_attention, jax_devices) masks by index.
-    - A piece of a prompt with a long KV cache (T S >= 2^18): blockwise, without materializing all
-      scores.
-    - All other calls, such as those with attention='xla' and the usual decode step: the plain
-      formula. A decode step has few queries. Its keys are slots of the cache, and the mask uses the
-      positions of these keys.
+    - With a KV cache: attend_to_cache.
+    - Without a cache, in training: the queries attend to the call's own T tokens, in order. The
+      kernel in config.attention (see choose_attention, jax_devices) masks by index.
+    - Otherwise, and with attention='xla': dot_product_attention, the plain formula.
 
-    module: the attention layer, for its config, layer_type and dropout key. call: the inputs that
-    all blocks share. key_position_BxS: positions of the keys in a KV cache; None if the keys are
-    those of the call's own tokens. The other parameters are those of dot_product_attention."""
+    module: the attention layer, for its config, layer_type and dropout key. kv: the keys and values
+    of this call, {name: [B, T, G, K]}, as a cache stores them. qkv_of: a function that returns the
+    queries, keys and values of dot_product_attention. It is called with kv, or, if there is a
+    cache, with all keys and values that the cache then holds. call: the inputs that all blocks
+    share. scale, sinks_H: see dot_product_attention."""
     config, layer_type = module.config, module.layer_type
+    if cache is not None:
+        return attend_to_cache(module, qkv_of, kv, call, cache, scale=scale, sinks_H=sinks_H)
     key_B = dropout_keys(module, call)
-    T, S = q_BxTxHxK.shape[1], k_BxSxGxK.shape[1]
-    qkv = q_BxTxHxK, k_BxSxGxK, v_BxSxGxK
-    is_cached = key_position_BxS is not None
-    if call.in_order and not is_cached and config.attention != 'xla':
+    if call.in_order and config.attention != 'xla':
         scores = Scores(scale, config.attention_cap, **span_limits(config, layer_type))
         return fused_causal_attention(
-            config.attention, *qkv, scores, sinks_H=sinks_H,
-            dropout=Dropout(key_B, config.dropout), start_BxT=call.start_BxT)
+            config.attention, *qkv_of(kv), scores, sinks_H=sinks_H,
+            dropout=Dropout(key_B, config.dropout), start_BxT=call.start_BxT), None
+    mask_BxTxT = attention_mask(config, layer_type, call)
+    return dot_product_attention(
+        *qkv_of(kv), mask_BxTxT, scale=scale, cap=config.attention_cap, sinks_H=sinks_H,
+        dropout_rate=config.dropout, key_B=key_B), None
+
+
+def attend_to_cache(module: nn.Module, qkv_of: Callable, new_kv: dict, call: Call, cache: dict,
+                    **options: Any) -> tuple[Array, dict]:
+    """Writes the keys and values of this call to a layer's KV cache, and computes the layer's
+    attention to all that the cache then holds. Returns (y_BxTxHxK, the new cache).
+
+    A decode step has few queries, for which the plain formula is best. A piece of a prompt with a
+    long cache (T S >= 2^18) is computed blockwise, without materializing all scores. options: scale
+    and sinks_H of attend, as its other parameters."""
+    config, layer_type = module.config, module.layer_type
+    held, key_position_BxS, cache = update_kv_cache(
+        config, layer_type, cache, new_kv, call.position_BxT)
     mask_BxTxS = attention_mask(config, layer_type, call, key_position_BxS)
-    options = {'scale': scale, 'cap': config.attention_cap, 'sinks_H': sinks_H}
-    if is_cached and T < S and T * S >= 2**18:
+    T, S = mask_BxTxS.shape[1:]
+
+    def attend_by(formula, held, mask_BxTxS):
+        kv = read_cache(held, config.dtype)
+        return formula(*qkv_of(kv), mask_BxTxS, cap=config.attention_cap, **options)
+
+    if T < S and T * S >= 2**18:
         # padding at the end of a prompt sees no key, so that its blocks are skipped
         mask_BxTxS &= (call.position_BxT < PAD)[:, :, None]
-        return blockwise_attention(*qkv, mask_BxTxS, **options)
-    return dot_product_attention(
-        *qkv, mask_BxTxS, **options, dropout_rate=config.dropout, key_B=key_B)
+        return attend_by(blockwise_attention, held, mask_BxTxS), cache
+    attend_plainly = functools.partial(attend_by, dot_product_attention)
+    return attend_to_used_slots(attend_plainly, held, mask_BxTxS), cache
 
 
 def attention_span(config: GPTConfig, layer_type: str) -> int:
@@ -532,8 +547,8 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
                    key_position_BxS: Array | None = None) -> Array:
     """Returns bool [B, T, S], True where a query may attend to a key. The key must be at the
     query's position or before, and within the query's window or chunk. In packed rows the key must
-    also be in the query's conversation: both have the same start. key_position_BxS: as in
-    attend."""
+    also be in the query's conversation: both have the same start. key_position_BxS: the positions
+    of the keys in a KV cache; None if the keys are those of the call's own tokens."""
     limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
@@ -555,8 +570,9 @@ def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call
     sinks apply. options: scale and sinks_H of attend."""
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
-    probs_BxTxHxS = attend(
-        module, q_BxTxHxK, k_BxSxGxK, unit_BxSxGxS, call.replace(seq_id_B=None), **options)
+    probs_BxTxHxS, _ = attend(
+        module, lambda unit: (q_BxTxHxK, k_BxSxGxK, unit), unit_BxSxGxS,
+        call.replace(seq_id_B=None), **options)
     module.sow('intermediates', 'probs', probs_BxTxHxS)
 
 
@@ -608,15 +624,16 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
                     position_BxT: Array) -> tuple[dict, Array, dict]:
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
-    Returns (the keys and values that the queries attend to, {name: [B, S, G, K]}; their positions,
-    [B, S] or [1, S]; the new cache). S is the number of slots. In some calls with a ring, S is the
-    number of slots plus T: the old keys and values of all slots come first, then the T new ones."""
+    Returns (the keys and values that the queries attend to, in the form of a layer's cache; their
+    positions, [B, S] or [1, S]; the new cache). S is the number of slots. In some calls with a
+    ring, S is the number of slots plus T: the old keys and values of all slots come first, then the
+    T new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position
     cache = write_cache(cache, new_kv, position_BxT)
     n_slots = cache[next(iter(new_kv))].shape[2]
-    return read_cache(cache, config.dtype), jnp.arange(n_slots)[None], cache
+    return cache, jnp.arange(n_slots)[None], cache
 
 
 def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
@@ -646,15 +663,15 @@ def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: d
 
     # one token, or enough slots to spare: no query needs a key that this call has overwritten
     if T - 1 + span <= S or S < span:
-        return read_cache(new_cache, config.dtype), positions_held(last_Bx1), new_cache
+        return new_cache, positions_held(last_Bx1), new_cache
 
     # else earlier queries of this call may need keys that its later tokens have overwritten:
     # they attend to the old cache and the new keys, side by side
-    kv = {}
+    both = {}
     for name, x_BxSxGxK in read_cache(cache, config.dtype).items():
-        kv[name] = jnp.concatenate([x_BxSxGxK, new_kv[name]], axis=1)
+        both[name] = jnp.concatenate([x_BxSxGxK, new_kv[name]], axis=1).swapaxes(1, 2)
     old_position_BxS = positions_held(position_BxT[:, :1] - 1)
-    return kv, jnp.concatenate([old_position_BxS, position_BxT], axis=1), new_cache
+    return both, jnp.concatenate([old_position_BxS, position_BxT], axis=1), new_cache
 
 
 def write_cache(cache: dict, new_kv: dict, slot_BxT: Array) -> dict:
@@ -922,7 +939,7 @@ class RopeScaling:
     # high_freq_factor (yarn: beta_fast): pairs with more rotations keep their frequency
     high: float = 4.0
     truncate: bool = True  # yarn: the transition starts and ends at whole pairs
-    amplitude: float = 1.0  # factor of cosine and sine
+    amplitude: float = 1.0  # cosines and sines are multiplied by it
     pair_factors: tuple = ()  # longrope: by how much each pair is slowed down
 
     def __post_init__(self) -> None:
@@ -975,8 +992,10 @@ def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> n
 
 
 def slow_down(frequencies: np.ndarray, factor: float, keep: np.ndarray) -> np.ndarray:
-    """Returns, for each pair, its frequency where keep >= 1, frequency / factor where keep <= 0,
-    and a linear mix in between."""
+    """Divides some of RoPE's frequencies by `factor`, and returns the new frequencies. frequencies,
+    keep: arrays with an element for each pair of channels that RoPE rotates. A frequency is
+    unchanged where keep >= 1, divided by `factor` where keep <= 0, and a linear mix of both in
+    between."""
     keep = np.clip(keep, 0, 1)
     return frequencies * keep + frequencies / factor * (1 - keep)
 
@@ -987,7 +1006,8 @@ ROPE_SCALINGS = {
 
 def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
     """Returns (radians per position for each pair of channels that RoPE rotates in this layer, a
-    numpy array; the factor of cosine and sine).
+    numpy array; the factor by which the cosines and sines are multiplied). The factor is 1.0 unless
+    YaRN or LongRoPE sets another one.
 
     layer_type: one of LAYER_TYPES. head_width: the channels of a head, or of the part of a head
     that has RoPE."""
@@ -1090,10 +1110,6 @@ class LatentAttention(nn.Module):
         latent_BxTxC = RMSNorm(cfg, 1e-6, name='kv_norm')(latent_BxTxC)
         k_rope_BxTx1xK = apply_rope(k_rope_BxTxK[:, :, None], table)
         kv = {'latent': latent_BxTxC[:, :, None], 'rope': k_rope_BxTx1xK}
-        key_position_BxS = None
-        if cache is not None:
-            kv, key_position_BxS, cache = update_kv_cache(
-                cfg, self.layer_type, cache, kv, call.position_BxT)
 
         kv_b_shape = mla.kv_rank, H * (mla.nope_dim + mla.v_dim)
         kv_b = self.param('kv_b', nn.initializers.normal(INIT_STD), kv_b_shape)
@@ -1107,23 +1123,27 @@ class LatentAttention(nn.Module):
         n_kv = mla.nope_dim + mla.v_dim
         absorbed = T * (2 * mla.kv_rank - n_kv) < mla.kv_rank * n_kv
         if absorbed:
-            q_latent_BxTxHxC = jnp.einsum('bthk,chk->bthc', q_nope_BxTxHxK, wk_CxHxK)
-            q_BxTxHxC = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxK], axis=-1)
-            k_BxSx1xC = jnp.concatenate([kv['latent'], kv['rope']], axis=-1)
             # no kernel has such wide heads
             call = call.replace(in_order=False)
-            qkv = q_BxTxHxC, k_BxSx1xC, kv['latent']
-        else:
+
+        def qkv_of(kv):
+            if absorbed:
+                q_latent_BxTxHxC = jnp.einsum('bthk,chk->bthc', q_nope_BxTxHxK, wk_CxHxK)
+                q_BxTxHxC = jnp.concatenate([q_latent_BxTxHxC, q_rope_BxTxHxK], axis=-1)
+                k_BxSx1xC = jnp.concatenate([kv['latent'], kv['rope']], axis=-1)
+                return q_BxTxHxC, k_BxSx1xC, kv['latent']
             latent_BxSxC = kv['latent'][:, :, 0]
             k_nope_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wk_CxHxK)
             k_rope_BxSxHxK = jnp.broadcast_to(kv['rope'], (*k_nope_BxSxHxK.shape[:3], mla.rope_dim))
             q_BxTxHxK = jnp.concatenate([q_nope_BxTxHxK, q_rope_BxTxHxK], axis=-1)
             k_BxSxHxK = jnp.concatenate([k_nope_BxSxHxK, k_rope_BxSxHxK], axis=-1)
             v_BxSxHxK = jnp.einsum('bsc,chk->bshk', latent_BxSxC, wv_CxHxK)
-            qkv = q_BxTxHxK, k_BxSxHxK, v_BxSxHxK
-        y_BxTxHxK = attend(self, *qkv, call, key_position_BxS, scale=scale)
+            return q_BxTxHxK, k_BxSxHxK, v_BxSxHxK
+
+        y_BxTxHxK, cache = attend(self, qkv_of, kv, call, cache, scale=scale)
         if self.is_mutable_collection('intermediates'):
-            record_attention(self, *qkv[:2], call, scale=scale)
+            q_BxTxHxK, k_BxTxHxK, _ = qkv_of(kv)
+            record_attention(self, q_BxTxHxK, k_BxTxHxK, call, scale=scale)
         if absorbed:
             y_BxTxHxK = jnp.einsum('bthc,chk->bthk', y_BxTxHxK, wv_CxHxK)
         y_BxTxD = residual_dense(cfg)(y_BxTxHxK.reshape(B, T, -1))

@@ -7,9 +7,10 @@ asks for more tokens decodes a chunk for all rows, and the other callers then fi
 ready. So a row joins and leaves between two chunks, and nobody waits for the end of another answer.
 
 The text of a row does not depend on the other rows, because each row has its own random numbers
-(jax_text.py) and its own sampling controls (stack_controls). As long as the number of rows and the
-number of slots of the KV cache stay the same, the row's logits have the same bits, whatever the
-other rows are. If one of these numbers changes, the logits change by rounding."""
+(jax_text.py) and its own sampling controls (stack_controls). Two numbers decide the bits of the
+row's logits: the number of rows, and the number of slots of the KV cache that attention reads,
+which depends on the longest row (attend_to_used_slots). If one of them changes, the logits change
+by rounding. Nothing else about the other rows has an influence."""
 import collections
 import functools
 import math
@@ -98,13 +99,18 @@ class Row:
 
 
 class Batch:
-    """Decodes the rows of several answers together.
+    """A batch that decodes the rows of several answers together.
 
-    n_rows: the number of rows that each step computes, even if fewer are being decoded. A row then
-    gets the same bits however many other rows there are. With n_rows=0, each step computes as many
-    rows as are being decoded, rounded up to a power of two; after rows have left, a step may
-    compute more rows for a while. With n_rows of 0 or 1, a row that is alone is decoded by its own
-    Decoder, as without a Batch. The compiled program then has one row, and may use drafts."""
+    n_rows: the number of rows that each step computes, even if fewer are being decoded. At most
+    n_rows rows can then be decoded together. A row gets the same bits however many other rows there
+    are, as long as attention reads the same number of slots of the KV cache.
+    With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
+    two. After rows have left, a step may compute up to twice as many rows, because shrinking the
+    batch copies its whole state.
+
+    With n_rows=0 or n_rows=1, a row that is alone is decoded by its own Decoder, as without a
+    Batch. The compiled program then has one row, and may use drafts (speculative decoding). The
+    Decoder of a Batch uses no drafts."""
 
     def __init__(self, n_rows=0):
         self.n_rows = n_rows
@@ -114,8 +120,9 @@ class Batch:
         self.fastest = math.inf  # seconds of a step with this number of places
 
     def join(self, decoder):
-        """Adds a Decoder of one row to the batch, and returns its Row. The row's prompt may be
-        unread. Raises UserError if the row cannot be decoded together with the present rows."""
+        """Adds a Decoder of one row to the batch, and returns its Row. The row's prompt need not be
+        prefilled yet, because advance() prefills it. Raises UserError if the row cannot be decoded
+        together with the present rows."""
         row = Row(self, decoder)
         if self.rows and self.rows[0].kind != row.kind:
             raise UserError('answers that are made together need the same cache_dtype, drafts and '
@@ -218,9 +225,13 @@ class Batch:
             row.decoder.state = state.replace(**parts)
 
     def place_rows(self, rows):
-        """Gives each of `rows` a place in the batch. Makes the Decoder of the batch if there is
-        none. Resizes the batch if the rows do not fit, or if it has more than twice as many places
-        as resize would give it. Rows that are not in `rows` must have no place."""
+        """Gives each of `rows` a place in the batch. The caller must first take all other rows out
+        of the batch (take_out). Makes the Decoder of the batch if there is none.
+
+        The number of places that `rows` need is n_rows, or with n_rows=0 the number of rows,
+        rounded up to a power of two, at least 2. Resizes the batch to this number if the batch has
+        fewer places than rows, has more than twice this number of places, or has too few columns
+        for a row's tokens."""
         n_places = self.n_rows or max(2, power_of_two(len(rows)))
         n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
         if self.decoder is None:
@@ -295,8 +306,9 @@ class Batch:
 
 
 def read_together(decoders):
-    """Prefills the KV caches of several Decoders in one batch. Each Decoder has one row with an
-    unread prompt. The batch is filled up to a power of two with copies of the first row."""
+    """Prefills the KV caches of several Decoders in one batch. Each Decoder has one row, with a
+    prompt that is not prefilled yet (Decoder.unread). The batch is filled up to a power of two with
+    copies of the first row."""
     first = decoders[0]
     prompts = [decoder.unread.tokens_BxT[0, :decoder.unread.length_B[0]] for decoder in decoders]
     rows = filled(prompts, power_of_two(len(prompts)))

@@ -93,8 +93,8 @@ def first_key_of(position, scores, start_BxT=None):
     """Returns the position of the first key that causal_mask allows for a query at `position`, with
     the window or chunk of `scores`. Without a window or chunks, returns 0.
 
-    With chunks in packed rows (start_BxT is given), the first chunk of each conversation begins
-    with the conversation, so that the first key differs from row to row. The result is then a lower
+    With chunks in packed rows (start_BxT is given), chunks are counted from the start of each
+    conversation, not of the row. The first key then differs from row to row. The result is a lower
     bound for all rows, position + 1 - scores.chunk, or 0 if that is negative."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
@@ -118,7 +118,9 @@ def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scor
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
     scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
     start_BxT: for packed rows, the first position of each token's conversation (GPT.loss). A query
-    attends only to keys of its conversation, and chunks begin with the conversation.
+    then attends only to keys of its own conversation. The chunks of scores.chunk are counted from
+    the start of the conversation, not of the row. ('splash' counts them from the start of the row;
+    choose_attention refuses it for packed rows with chunks.)
     Raises UserError for options that the kernels of cuDNN and TPUs lack."""
     mesh = current_mesh()
     qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
@@ -174,7 +176,8 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
     attention of these T queries over the keys of the whole sequence, [B, T, H, K].
 
     kernel: a splash_kernel; None is chunked attention. scores, sinks_H, dropout: as in
-    fused_causal_attention. start_BxT: the same for this device's positions.
+    fused_causal_attention. start_BxT: as in fused_causal_attention, but only the values for this
+    device's T positions.
 
     Keys and values are all-gathered. An all-to-all exchanges the queries, so that all devices have
     the same work: the T positions of each device are cut into C pieces, and device i computes piece
@@ -227,8 +230,9 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
 # kernels that come with GPUs and TPUs
 
 def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, start_BxT):
-    """Computes fused_causal_attention by cuDNN's flash attention. scores.chunk must divide T or be
-    at least T. Raises UserError for sinks, a cap of the scores and packed rows."""
+    """Computes fused_causal_attention by cuDNN's flash attention, which is called without sinks, a
+    cap of the scores or packed rows. So this function raises UserError if sinks_H or start_BxT is
+    not None, or if scores.cap is not 0. scores.chunk must be 0, divide T, or be at least T."""
     if sinks_H is not None or scores.cap or start_BxT is not None:
         raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
                         'attention=chunked')
@@ -305,9 +309,9 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
 # chunked attention: training on any backend
 
 class Sequence(NamedTuple):
-    """Queries, keys and values of one sequence, with the axis of heads first. If all arrays have
-    one more axis in front, the tuple holds all sequences. The Q = H / G query heads of a group are
-    folded into the time axis, as in dot_product_attention."""
+    """Queries, keys and values of one sequence, with the axis of heads first. If every array has
+    one more axis in front, the batch, a Sequence holds all sequences of the batch. The Q = H / G
+    query heads of a group are folded into the time axis, as in dot_product_attention."""
     q_GxTQxK: jax.Array
     k_GxSxK: jax.Array
     v_GxSxK: jax.Array
@@ -384,12 +388,16 @@ def attend_sequence(common, sequence, n, in_loop):
     """Computes chunked_attention of one Sequence, in blocks of queries. Returns [G, T Q, K], in the
     axes of fold_groups.
 
-    common: the Common of the call. n: the number of queries in a block; a long sequence has blocks
-    of a multiple of n. in_loop: whether the caller runs this function in the body of a loop. If
-    not, jax.checkpoint puts barriers around each block. Without them, XLA would merge the block's
-    recomputation with its forward pass, and keep the probabilities in memory."""
+    common: the Common of the call. n: the number of queries in a block; the last block may have
+    fewer. If T >= 128 n, blocks are larger, a multiple of n queries, because the compiled program
+    contains each block. in_loop: whether the caller runs this function in the body of a loop.
+
+    The backward pass computes each block again, instead of keeping its probabilities in memory.
+    Outside of a loop, XLA would merge the second computation with the first, and keep the
+    probabilities. So jax.checkpoint puts barriers around each block there. A loop needs no
+    barriers, because its forward and its backward pass are two separate loops."""
     T = sequence.k_GxSxK.shape[1]
-    n *= max(1, T // (64 * n))  # fewer than 128 blocks: each is compiled
+    n *= max(1, T // (64 * n))  # at most 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
                             static_argnums=(0, 1))
 
@@ -414,9 +422,15 @@ def attend_sequence(common, sequence, n, in_loop):
 
 
 def attend_piece(common, piece, sequence):
-    """Computes chunked_attention of the Piece of one Sequence -> [G, T Q, K], in one loop over
-    blocks of up to 128 queries. Each block is computed against all keys, because piece.first is
-    known at run time only."""
+    """Computes chunked_attention of a piece of one sequence. Returns [G, T Q, K], in the axes of
+    fold_groups. One loop goes over the T queries in blocks of at most 128.
+
+    Each block is computed against all keys of `sequence`, with a mask for the keys that its queries
+    may not see. Which keys these are depends on piece.first, which is known only at run time, so
+    the compiled program cannot skip them.
+
+    common: the Common of the call. piece: the Piece. sequence: a Sequence with the queries and keys
+    of the piece only."""
     G, TQ, K = sequence.q_GxTQxK.shape
     T = TQ // common.Q
     n = math.gcd(T, 128)
@@ -493,6 +507,39 @@ def count_probs(common, first, first_key, shape):
     n_rows = jnp.uint32(common.n_positions * common.Q)
     n_columns = jnp.uint32(common.n_positions)
     return (g * n_rows + tq) * n_columns + (s + jnp.uint32(first_key))
+
+
+# -----------------------------------------------------------------------------
+# attention to a KV cache
+
+LEAST_SLOTS = 64  # the smallest part of a KV cache that attend_to_used_slots cuts off
+
+
+def attend_to_used_slots(attend, held, mask_BxTxS):
+    """Computes attend(held, mask_BxTxS), the attention to the S slots of a layer's KV cache.
+
+    On CPUs, gives `attend` only the first slots: the fewest of 64, 128, 256, ... and S that contain
+    every key that a query may see. A cache usually has many more slots than its rows use, and
+    reading the unused ones costs as much time as the others (docs/lab_log.md#the-slots-in-use).
+    Each of these numbers is a branch of the compiled program.
+
+    attend: a function of (held, mask). held: {name: [B, G, S, ...]}, the cache as it is stored.
+    mask_BxTxS: True where a query may attend to a key."""
+    S = mask_BxTxS.shape[2]
+    sizes = [LEAST_SLOTS << i for i in range(S.bit_length()) if LEAST_SLOTS << i < S]
+
+    def attend_to_first(n_slots, held, mask_BxTxS):
+        first = {name: x_BxGxS[:, :, :n_slots] for name, x_BxGxS in held.items()}
+        return attend(first, mask_BxTxS[:, :, :n_slots])
+
+    def attend_on_cpu(held, mask_BxTxS):
+        n_used = S - jnp.argmax(mask_BxTxS.any((0, 1))[::-1])
+        branches = [functools.partial(attend_to_first, n_slots) for n_slots in (*sizes, S)]
+        return jax.lax.switch((n_used > np.array(sizes)).sum(), branches, held, mask_BxTxS)
+
+    if not sizes:
+        return attend(held, mask_BxTxS)
+    return jax.lax.platform_dependent(held, mask_BxTxS, cpu=attend_on_cpu, default=attend)
 
 
 # -----------------------------------------------------------------------------

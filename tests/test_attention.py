@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_ops.attention import (
-    Dropout, Scores, blockwise_attention, causal_mask, chunked_attention, fused_causal_attention, splash_attention,
-    splash_kernel)
+    Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, chunked_attention, fused_causal_attention,
+    splash_attention, splash_kernel)
 from jax_ops.sharding import BATCH, create_mesh
 from jax_transformer import GPT, GPTConfig, dot_product_attention
 from tests.common import random_params
@@ -70,6 +70,25 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
     for got in (values_and_gradients(splash, sinks_H=sinks_H), values_and_gradients(chunked, sinks_H=sinks_H)):
         for a, b in zip(got, expected):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize('n_used, n_read', [(1, 64), (64, 64), (65, 128), (128, 128), (129, 200), (200, 200)])
+def test_on_a_cpu_only_the_first_slots_of_a_cache_are_read_up_to_the_last_one_in_use(n_used, n_read):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(2, n, 2, 8)).astype(np.float32) for n in (3, 200, 200))
+    mask = np.zeros((2, 3, 200), bool)
+    mask[0, :, :n_used] = mask[1, :, n_used // 2:n_used // 2 + 1] = True  # the second row is shorter
+
+    @jax.jit
+    def attend_to(held, mask):
+        return attend_to_used_slots(
+            lambda kv, mask: dot_product_attention(q, kv['k'].swapaxes(1, 2), kv['v'].swapaxes(1, 2), mask), held, mask)
+
+    held = {'k': k.swapaxes(1, 2).copy(), 'v': v.swapaxes(1, 2).copy()}
+    held['v'][:, :, n_read:] = np.nan  # 0 times NaN is NaN
+    np.testing.assert_allclose(attend_to(held, mask), dot_product_attention(q, k, v, mask), atol=1e-6)
+    held['v'][:, :, n_read - 1:] = np.nan
+    assert np.isnan(attend_to(held, mask)).any()
 
 
 @pytest.mark.parametrize('T, first, window, sinks, v_dim', [

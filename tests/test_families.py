@@ -16,6 +16,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
+import jax_ops.attention
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import generate
@@ -322,10 +323,14 @@ def test_a_layer_sees_its_window_or_chunk(layer_type, sees):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3'])
-def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name):
+@pytest.mark.parametrize('least_slots', [64, 4])
+def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name, least_slots, monkeypatch):
     config, params = load(name)
+    jax.clear_caches()  # compiled with 64
+    monkeypatch.setattr(jax_ops.attention, 'LEAST_SLOTS', least_slots)
     logits, _ = cached_logits(config, params, IDX, init_cache(config, 2, 40), (29, 30, 31, 40))
     np.testing.assert_allclose(logits, expected(name, 'logits'), rtol=0, atol=1e-4)
+    jax.clear_caches()
 
 
 @pytest.mark.slow

@@ -117,10 +117,10 @@ def test_a_prompt_longer_than_a_large_ring_is_prefilled_without_a_copy_of_the_ri
     np.testing.assert_array_equal(in_large_pieces, last_result(config, idx, 6, prompt_lengths_B=lengths).tokens)
 
 
-def test_a_piece_has_one_of_four_widths():
+def test_a_piece_has_one_of_six_widths():
     width = jax_generate.piece_length
-    lengths = (1, 16, 17, 64, 65, 256, 257, 5000)
-    assert [width(n, least=16) for n in lengths] == [16, 16, 64, 64, 128, 128, 512, 512]
+    lengths = (0, 8, 9, 16, 17, 32, 33, 64, 65, 256, 257, 5000)
+    assert [width(n, least=8) for n in lengths] == [8, 8, 16, 16, 32, 32, 64, 64, 128, 128, 512, 512]
     assert width(5, least=64) == 64
 
 
