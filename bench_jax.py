@@ -18,7 +18,7 @@ from jax_flags import (
     UserError, check_choice, check_needs, check_ranges, config_block, read_flags, start_script)
 
 # -----------------------------------------------------------------------------
-mode = 'train' # 'train', 'decode' or 'compile' (a step for devices that are not here)
+mode = 'train' # 'train', 'decode' or 'compile' (a step for other devices)
 preset = '' # a model and batch size: 'nanogpt_cpu', 'baby' (nanoGPT's two for Shakespeare) or 'gpt2'; flags override it
 batch_size = 12 # sequences per micro-batch (train), or generated together (decode)
 gradient_accumulation_steps = 1 # micro-batches per update (train)

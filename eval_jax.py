@@ -5,7 +5,8 @@ $ python eval_jax.py --init_from=gpt2 --text=a.txt,b.txt --tasks=questions.jsonl
 
 A task is a file of JSON lines, of one of these kinds (gold is the index of the right option):
 - {"query", "choices", "gold"}, multiple choice;
-- {"context_options", "continuation", "gold"}, a schema;
+- {"context_options", "continuation", "gold"}, a Winograd schema: which context makes the
+  continuation likeliest;
 - {"context", "continuation"}, language modeling: right if every token is the likeliest;
 - {"messages"}, a chat that ends with the answer: right if the model gives exactly this answer with
   --temperature=0.

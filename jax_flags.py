@@ -268,8 +268,9 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. The flags that a config file assigns at its top level count
     as given by the user, even if the value is the default. A config file can run another file, by
-    `from base import *` or exec(open('base.py').read()). Of the flags that the other file assigns,
-    only those with a new value count as given.
+    `from base import *` or exec(open('base.py').read()). A flag that only this other file assigns
+    counts as given if its value changes. For example, if batch_size is 12 before the config file
+    runs, and base.py assigns 12 again, batch_size does not count as given.
 
     script: the path of the script. namespace: the script's globals(), which hold the defaults.
     argv: the arguments, by default those of the command line. ignored: names that are accepted
@@ -683,7 +684,8 @@ def read_ends(text):
 
 
 class Control(NamedTuple):
-    """A control of the distribution that tokens are drawn from."""
+    """The allowed values of a control. A control is a number that changes the distribution from
+    which tokens are drawn, such as temperature or top_p."""
     off: float  # the value that switches it off, as None does
     low: float
     high: float

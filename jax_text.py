@@ -141,8 +141,8 @@ def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype,
 
 def read_run(source, checkpoint, base, layout, dtype, quantize):
     """Returns the LoadedModel of the run in the folder `source`. If the best checkpoint is taken
-    and there is a later one, the LoadedModel's `warning` says so. The parameters are those of
-    read_model; checkpoint='' takes the best checkpoint."""
+    and there is a later one, the LoadedModel's `warning` says so. The arguments are those of
+    read_model. checkpoint='' takes the best checkpoint."""
     # the checkpoint, as decoding reads it
     config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
     if lora:
@@ -163,7 +163,7 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
 
 def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
     """Returns the LoadedModel of pretrained weights: a folder or hub name of Hugging Face, or a
-    ckpt.pt. The parameters are those of read_model."""
+    ckpt.pt. The arguments are those of read_model."""
     is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
 
     def place(path, array):
@@ -445,13 +445,16 @@ class TextModel:
         return [*before, *answer], len(before)
 
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start); ids[start:] is the continuation. Without a
-        context, the row begins with the tokenizer's start token (see encode_document). If the
-        tokenizer has no such token, the row begins with the continuation, whose first token is not
-        scored.
+        """Returns a row for score, (ids, start). ids[start:] are the tokens to score, those of the
+        continuation.
+
+        Without a context, the row begins with the tokenizer's start token (see encode_document). If
+        the tokenizer has no such token, the first token of the continuation is not scored, because
+        no token precedes it.
 
         Texts are divided into tokens as in lm-eval: spaces at the end of the context belong to the
-        continuation. Raises UserError if the continuation has no token of its own."""
+        continuation. Raises UserError if there is no token to score, for example because the
+        continuation is empty."""
         # the context alone has `start` tokens. Of both texts together, all tokens after the first
         # `start` are scored, even if a token lies across the border
         before = context.rstrip()
@@ -498,10 +501,10 @@ def list_of_texts(texts, method):
 
 
 class Generation:
-    """A batch of prompts and their continuations so far. Each step of an iteration over a
-    Generation generates the next chunk.
+    """Prompts and their continuations so far. Each step of an iteration over a Generation generates
+    the next chunk.
 
-    prompts: lists of token ids, each prompt num_samples times.
+    prompts: for each row, the token ids of its prompt. Each prompt has num_samples rows.
     texts: for each row, its prompt and its continuation so far, without the stop text and what
     follows it.
     stopped: for each row, whether its text has met a stop text.
@@ -511,9 +514,10 @@ class Generation:
     def __init__(self, model: TextModel, prompts: list[list[int]], sampling: TextSampling, *,
                  num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
                  prefix_cache: PrefixCache | None = None, logprobs: bool = False, batch=None):
-        """Prepares the batch. Some invalid options raise UserError only when the first chunk is
-        generated.
+        """Prepares num_samples rows for each prompt, without generating anything. Some invalid
+        options raise UserError only when the first chunk is generated.
 
+        prompts: lists of token ids.
         sampling: a TextSampling. Controls that are None get the value of the model's
         generation_config.json, else of SAMPLING.
         num_samples: the number of different samples of each prompt. A prompt that is given twice
@@ -523,8 +527,9 @@ class Generation:
         sample's random numbers depend on the seed, the prompt and the index.
         streaming: whether chunks are small (see choose_chunk).
         prefix_cache, logprobs: see jax_generate.generate_stream.
-        batch: a Batch (jax_apps/batching.py), which decodes the only prompt of this Generation
-        together with the prompts of other Generations."""
+        batch: a Batch (jax_apps/batching.py) that decodes the row of this Generation together with
+        the rows of other Generations; None decodes it alone. With a Batch there must be exactly one
+        row, that is, one prompt and num_samples=1."""
         self.model = model
         self.batch = batch
         self.streaming = streaming
@@ -656,8 +661,9 @@ class Generation:
             'finish_reason': reason, 'logprob': float(logprobs.sum(dtype=np.float64))}
 
     def tokens_to_the_end(self, i):
-        """Returns the least number of tokens at the beginning of sample i, prompt included, that
-        contain its whole text, self.texts[i]. This text ends before the stop text."""
+        """Returns the number of tokens of sample i up to the token that completes the text
+        self.texts[i]. This text ends before the stop text. The tokens of the prompt are counted,
+        too."""
         # more tokens make a longer text, so that a binary search finds the least number of tokens
         tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
         length = len(self.texts[i])
@@ -669,7 +675,8 @@ class Generation:
             range(len(tokens)), True, lo=self.lengths[i], key=reaches_the_end)
 
     def choose_chunk(self):
-        """Returns the number of tokens to generate before the texts are read again.
+        """Returns the number of tokens to generate in the next chunk. After each chunk, read_texts
+        decodes the new tokens and searches the texts for stop texts.
 
         With streaming: 1, until a step has taken less than SLOW_TOKEN seconds; from then on
         STREAM_CHUNK. (Several processes, whose clocks differ, always use STREAM_CHUNK.)
@@ -712,11 +719,16 @@ class Generation:
 
 
 def token_of_letter(text, tokenizer):
-    """Returns the id of the only token whose text contains the character `text`. Returns None in
-    these cases:
-    - `text` is not one character;
-    - no token, several tokens or a special token has this text;
-    - the tokenizer may have tokens of several characters, which could contain `text`."""
+    """Returns the id of the token that stands for the character `text`, if no other token can write
+    this character; else None. Generation asks this for each stop text. If a stop text has such a
+    token, rows stop at the token. Otherwise, Generation searches the decoded texts for the stop
+    text.
+
+    Returns None in these cases:
+    - `text` is not one character.
+    - No token has this text, or several tokens have it.
+    - The token is a special token, which decoding leaves out.
+    - The tokenizer may have tokens of several characters, which could contain `text`."""
     if len(text) != 1:
         return None
     if isinstance(tokenizer, CharTokenizer):

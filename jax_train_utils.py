@@ -600,7 +600,8 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
     device and call. splits: {'train': source, 'val': source}; a source is an object of a class of
     sources.py other than Mixture.
     token_bytes: number of bytes of each token id. If given, the results have 'bpb', the bits per
-    byte of the tokens that count and have bytes. The results for pairs never have 'bpb'.
+    byte of the tokens that count and have bytes. The results for preference pairs (a source of the
+    class Pairs) never have 'bpb'.
     stop_signal: a function that returns a number, the same in all processes. Once this number is
     not 0, the evaluation ends and returns None.
     Raises UserError if no token counts, and for a token id outside the vocabulary."""

@@ -143,8 +143,8 @@ def load_data(folder):
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
-    """Yields the starts of windows, without end. An epoch has adjacent windows in random order, and
-    misses only the two ends. (nanoGPT draws each start at random: 1/e of the tokens are missed.)"""
+    """Yields starts of windows, without end. An epoch shuffles adjacent windows. It misses tokens
+    only before the first and after the last one. (nanoGPT's random starts miss 1/e of all.)"""
     n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less: room for the offset
     for epoch in itertools.count():
         rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the random stream of the order

@@ -140,7 +140,10 @@ def read_prompt(path, number, line, chat):
 
 def encode_prompt(model, prompt, conversation):
     """Returns the token ids of `prompt`, an element of the list that read_prompts returns. In a
-    chat, returns the ids of the whole chat with `prompt` as the user's message or as the messages.
+    chat, these are the ids of a whole conversation, which begins with the message of --system, if
+    there is one. If `prompt` is a text, the text follows as a message of the user. If `prompt` is a
+    dict, the messages in it follow.
+
     conversation: the Chat (jax_apps/terminal.py); None outside a chat. Raises UserError for
     messages that the chat template refuses."""
     # a question of a chat; a prompt; or messages, which follow --system

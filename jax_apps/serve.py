@@ -3,9 +3,13 @@
 There are two kinds of threads. Each connection has a thread, in which a Handler reads the request,
 puts the request into the queue as a Job, and writes the answer. The main thread has the model and
 makes the answers (Server.run), because the time limit of a chat template works only in the main
-thread. Answers take turns: in each turn, one answer gets its next chunk of tokens. Answers to
-requests of one row are decoded together (batching.py). The main thread puts the pieces of an answer
-into the queue of its Job, and checks before each piece whether the client is still connected.
+thread. The main thread puts the pieces of an answer into the queue of its Job, and checks before
+each piece whether the client is still connected.
+
+Answers take turns: in each turn, one answer gets its next chunk of tokens. Requests for one answer
+(one prompt, n=1) share a batch, in which each answer is a row (batching.py). If a row needs tokens
+in its turn, a chunk is decoded for all rows of the batch. The other rows then find their tokens
+ready in their own turns. A request for several answers, or with echo, has a batch of its own.
 
 Standard library only; JAX and the model are behind jax_text. Limits: docs/models.md#serve"""
 import collections
@@ -223,7 +227,8 @@ class Job:
             raise Refusal(400, 'echo is for the logprobs of prompts: of a completion with logprobs, '
                           'without stream', 'echo')
 
-        # a request of one row is decoded together with others, one of several rows by itself
+        # requests for one answer share a batch; a request for several answers, or with echo, has a
+        # batch of its own
         self.has_own_batch = self.n_rows > 1 or self.echo
 
         # the answer
@@ -414,9 +419,13 @@ class Server(ThreadingHTTPServer):
             return ready[0]
 
     def answer(self, job):
-        """Makes the answer to a Job and yields True after each chunk. For an answer in the shared
-        batch, also yields True once before the first chunk. Stops if the client goes away. Puts an
-        exception into job.events as a Refusal. The client gets the Refusal; the server goes on."""
+        """Makes the answer to a Job. Yields True after each chunk; take_turns then goes on with
+        other answers. An answer in the shared batch also yields True once before its prompt is
+        prefilled. Other new answers can then join the batch, and their prompts may be prefilled
+        together with this one.
+
+        Stops if the client goes away. Puts an exception into job.events as a Refusal. The client
+        gets the Refusal; the server goes on."""
         try:
             if job.is_gone():
                 return
@@ -486,8 +495,9 @@ class Server(ThreadingHTTPServer):
     def make_all(self, job, chunks):
         """Computes all rows of a Job in a batch of their own, and yields True after each chunk.
 
-        chunks: an iterable that computes a chunk in each step, such as a Generation. The generator's
-        return value is the last step's result, or None if the client has gone away."""
+        chunks: an iterable that computes a chunk in each step, such as a Generation. The return
+        value of make_all, as `yield from` gives it, is the last item of `chunks`, or None if the
+        client has gone away."""
         self.own_batch_is_there = True
         result = None
         try:
@@ -536,8 +546,9 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes an answer, as a generator that yields after each piece. The generator's return
-        value is whether the client has stayed to the end.
+        """Decodes the answer to a Job, and yields True after each piece. generation: the answer's
+        Generation. The return value of make_pieces, as `yield from` gives it, is whether the client
+        has stayed to the end.
 
         If the client asked for a stream, puts new text into job.events at most once every PAUSE
         seconds, and at the end. If not, puts the whole text into job.events at the end."""
@@ -555,8 +566,12 @@ class Server(ThreadingHTTPServer):
         return True
 
     def show(self, job, text, n_shown):
-        """Puts text[n_shown:] into job.events, and returns the new n_shown, the length of the text.
-        Of gpt-oss's answer to a chat, only the final channel counts as text."""
+        """Puts the new part of an answer into job.events. Returns the new n_shown, the number of
+        characters of the answer that were put there so far.
+
+        text: all that the model has written so far. In a chat, the answer is final_answer(text),
+        which for gpt-oss is only the final channel; otherwise the answer is `text`. n_shown: the
+        number of characters that earlier calls have put into job.events."""
         if job.is_chat:
             text = final_answer(text)
         job.events.put(text[n_shown:])
@@ -646,9 +661,10 @@ class Handler(BaseHTTPRequestHandler):
     allow = None  # the method that the path takes, if the request has another one
 
     def parse_request(self):
-        """Sets the time limit of the connection from SILENCE to PATIENCE seconds without a byte.
-        Then parses the first line and the headers of a request, and returns whether they are valid,
-        as the base class does."""
+        """Parses the first line and the headers of a request, and returns whether they are valid,
+        as the base class does. Before that, changes the time limit of the connection. Until the
+        first line has come, the limit is SILENCE seconds without a byte; from then on, PATIENCE
+        seconds without a byte."""
         self.connection.settimeout(PATIENCE)
         return super().parse_request()
 

@@ -1,5 +1,5 @@
-"""Chooses how a device computes attention and experts, by device, model and sizes, with the
-reason."""
+"""Chooses the implementations of attention and of experts for a device. A choice depends on the
+flags, the device, the model and the sizes. Each choice comes with its reason, a text."""
 import dataclasses
 
 import jax

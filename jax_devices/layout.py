@@ -1,6 +1,8 @@
 """Runs a step on the devices: on one, replicated (pmap), or sharded over a mesh (jit).
 
-A Layout knows how everything is sharded, between two steps and where a step works on global arrays:
+A Layout defines how everything is sharded. It shards the arrays that stay on the devices between
+two steps. It also shards the arrays within a step, except inside pmap and shard_map, where the code
+is for one device. The table has the shardings for each choice of flags.
 
 | flags | Layout | parameters | optimizer state | gradients | batch | the gradients are summed by |
 |---|---|---|---|---|---|---|
@@ -32,8 +34,8 @@ global_max = jax.jit(jnp.max)  # maximum of an array that is sharded over proces
 
 
 class MeshSizes(NamedTuple):
-    """The sizes of the mesh's axes that flags set. The axis data gets the remaining factor of the
-    number of devices."""
+    """The sizes of those mesh axes that flags set. The mesh has one more axis, `data`. Its size is
+    the number of devices divided by the product of these sizes."""
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
@@ -41,9 +43,9 @@ class MeshSizes(NamedTuple):
 
 
 class Layout:
-    """Says how parameters, optimizer state, gradients and batch are sharded over `devices`: see the
-    table at the top of the file. setup_distributed_training makes one. The global batch is split
-    into n_data_shards contiguous shards; a process loads the shards of its own devices.
+    """The sharding of parameters, optimizer state, gradients and batch over `devices`; see the
+    table at the top of the file. setup_distributed_training makes a Layout. The global batch is
+    split into n_data_shards contiguous shards. A process loads the shards of its own devices.
 
     This class is the layout on one device: everything is whole, and nothing is reduced. Its
     subclasses replace what is different on several devices."""
@@ -166,7 +168,9 @@ class Layout:
 
     @property
     def n_losses(self):
-        """The number of losses that a step returns."""
+        """The number of mean losses that the devices compute for a micro-batch: one on each device
+        if has_own_losses, else one for all devices together. In float16, the scale of the loss is
+        divided by this number."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):
@@ -176,12 +180,14 @@ class Layout:
         return compute
 
     def shard_gradients(self, grads):
-        """Shards the gradients of a micro-batch."""
+        """Returns the gradients of a micro-batch, sharded for the sum over the micro-batches. The
+        layouts Sharded and Zero2 shard the gradients; the others return them unchanged."""
         return grads
 
     def shard_update(self, grads, params):
-        """Shards gradients and parameters for the update. With ZeRO, each device updates its own
-        shard."""
+        """Returns (gradients; parameters), sharded as the update needs them. With ZeRO, both are
+        sharded over the replicas, and each device then updates only its own shard. Without ZeRO,
+        both are returned unchanged."""
         return grads, params
 
     # --- compiled steps
@@ -207,7 +213,8 @@ class Layout:
 
 
 class SeveralDevices(Layout):
-    """What the layouts on several devices share: a batch is put there part by part."""
+    """The base class of the layouts on several devices. Each device receives only its own part of a
+    batch."""
 
     def shard_batch(self, batch, shape):
         def put(x):
@@ -220,20 +227,24 @@ class SeveralDevices(Layout):
         return jax.tree.map(put, batch)
 
     def find_part(self, local, shape, index):
-        """Returns a device's part of a global array: a shard. local: this process's shards of the
-        array, {shard number: array [*shape, *rest]}. index: which part of the global array the
-        device has, a tuple of slices."""
+        """Returns a device's part of a global array: the device's shard of the batch, with a
+        leading axis of size 1. The global array is [n_data_shards, *shape, *rest], see whole_batch.
+
+        local: this process's shards, {shard number: array [*shape, *rest]}. shape: (micro-steps,
+        sequences) of a shard, or (sequences,). index: the slices of the global array that the
+        device holds. The first slice begins at the number of the device's shard."""
         return local[index[0].start or 0][None]
 
 
 class Replicas(SeveralDevices):
-    """The full state on each of several devices, and a part of the sequences: pmap."""
+    """Data parallelism by pmap. Each of several devices has the full state, and some of the
+    sequences of a batch."""
 
     has_own_losses = True
 
     def whole_batch(self, shape, rest):
-        """Returns (shape; PartitionSpec) as Layout.whole_batch does. The global array has an axis
-        for the shards: [n_data_shards, *shape, *rest]."""
+        """Returns (shape of the global array; its PartitionSpec). The array is [n_data_shards,
+        *shape, *rest], with a shard for each device. shape, rest: as in Layout.whole_batch."""
         return (self.n_data_shards, *shape, *rest), P('data')
 
     def all_reduced(self, compute):
@@ -255,7 +266,8 @@ class Replicas(SeveralDevices):
 
 
 class Sharded(SeveralDevices):
-    """Everything sharded over a mesh: jit, and XLA inserts the communication."""
+    """The layout in which everything is sharded over a mesh. Steps run under jit, and XLA inserts
+    the communication."""
 
     def __init__(self, devices, sizes):
         mesh = create_mesh(devices, sizes.tensor, sizes.fsdp, sizes.expert, sizes.context)
@@ -269,15 +281,22 @@ class Sharded(SeveralDevices):
         return partition_specs(tree, self.mesh)
 
     def whole_batch(self, shape, rest):
-        """Returns (shape; PartitionSpec) as Layout.whole_batch does. The sequences of all shards
-        are one axis: [..., n_data_shards * sequences, *rest]. They are sharded over BATCH, and
-        their positions over context."""
+        """Returns (shape of the global array; its PartitionSpec). The array is [micro-steps,
+        n_data_shards * sequences, *rest], or without the first axis if `shape` has no micro-steps.
+        The axis of sequences is sharded over BATCH, the axis of positions over context. shape,
+        rest: as in Layout.whole_batch."""
         *first, each = shape
         spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
         return (*first, self.n_data_shards * each, *rest), spec
 
     def find_part(self, local, shape, index):
-        """Returns a device's part of a global array: its positions of a shard."""
+        """Returns a device's part of a global array: all sequences of the device's shard of the
+        batch, but only the positions that the device has on the axis context. The global array is
+        [micro-steps, n_data_shards * sequences, *rest], see whole_batch.
+
+        local: this process's shards, {shard number: array [*shape, *rest]}. shape: (micro-steps,
+        sequences) of a shard, or (sequences,). index: the slices of the global array that the
+        device holds. The slice of the sequences determines the number of the device's shard."""
         axis = len(shape) - 1  # of the sequences
         shard_number = (index[axis].start or 0) // shape[-1]
         return local[shard_number][..., *index[axis + 1:]]
@@ -309,8 +328,10 @@ class Sharded(SeveralDevices):
 
 
 class Zero2(Sharded):
-    """Gradients and optimizer state also sharded over the replicas (ZeRO-2, arXiv:1910.02054). At
-    the end of a step, the parameters are all-gathered."""
+    """The layout of ZeRO-2 (arXiv:1910.02054). Everything is sharded as in Sharded, and in addition
+    the gradients and the optimizer state are sharded over the replicas. Each device updates its own
+    shard of the parameters. At the end of a step, the parameters are all-gathered over the
+    replicas."""
 
     def specs(self, tree):
         specs = partition_specs(tree, self.mesh)
@@ -327,8 +348,8 @@ class Zero2(Sharded):
 
 
 class Zero1(Zero2):
-    """As Zero2, but each device sums the full gradients of its own micro-batches, and shards the
-    gradients only once in a step (ZeRO-1)."""
+    """The layout of ZeRO-1. The optimizer state is sharded as in Zero2. But each device sums the
+    full gradients of its own micro-batches, and shards the gradients only once in a step."""
 
     has_own_losses = True
 

@@ -24,11 +24,14 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
 
     coordinator_address: host:port of process 0, to which the other processes connect. '' takes
     JAX_COORDINATOR_ADDRESS, if that is set. 'auto' lets JAX detect all three options (on a TPU
-    pod). JAX also detects all three options if they are left out ('', 0 and -1) and Slurm, Open MPI
-    or an indexed Kubernetes job has started several processes.
-    num_processes: the number of processes. With 1 and no address, the process starts
-    alone, whatever the environment says.
+    pod).
+    num_processes: the number of processes. With 1 and no address, the process starts alone,
+    whatever the environment says.
     process_id: the number of this process, from 0.
+
+    If all three options are left out ('', 0 and -1), JAX detects them under Slurm, Open MPI and in
+    an indexed Kubernetes job. Under Slurm and Open MPI, it does so only if there are several
+    processes.
 
     Raises UserError if the flags do not go together, or if the processes do not find each other."""
     is_alone = num_processes == 1 and not coordinator_address and process_id < 1
@@ -175,8 +178,8 @@ class StopSignal:
     A second signal ends the process at once, except in three cases. During a save, it has no
     effect. If the first or the second signal is SIGHUP, the second signal has no effect, because a
     closed terminal sends several signals. In a notebook, where the process must live on, a second
-    signal outside of a save raises KeyboardInterrupt instead. With nothing_to_save, the first
-    signal ends the process. SIGHUP stays ignored under nohup.
+    signal outside of a save raises KeyboardInterrupt instead, also after SIGHUP. With
+    nothing_to_save, the first signal ends the process. SIGHUP stays ignored under nohup.
 
     A thread answers each signal with a line on stderr, because Python's own handlers run only in
     the main thread, between two bytecode instructions. So they have to wait until a long call in
@@ -219,7 +222,8 @@ class StopSignal:
 
     @contextlib.contextmanager
     def waits_while(self, is_saving):
-        """Ignores a second signal within the block while is_saving() is true."""
+        """Lets a save finish. Within the `with` block, a second signal has no effect while
+        is_saving() returns True. See the class for the effect of a second signal at other times."""
         self.saves.append(is_saving)
         try:
             yield
@@ -231,11 +235,12 @@ class StopSignal:
         return any(is_saving() for is_saving in self.saves)
 
     def receive(self, signum, frame):
-        """Does what must happen in the main thread after a signal; the thread of answer() does the
-        rest. After SIGHUP, discards all output. With nothing_to_save, ends the script. In a
-        notebook, raises KeyboardInterrupt at a second signal outside of a save.
+        """Handles a signal in the main thread. After SIGHUP, discards all output. With
+        nothing_to_save, ends the script. In a notebook, a second signal raises KeyboardInterrupt,
+        unless a save is under way at that time.
 
-        Python calls this method between two bytecode instructions."""
+        Python calls this method only between two bytecode instructions of the main thread, which
+        may be long after the signal. What must happen at once is done by the thread of answer()."""
         if signum == HANGUP:
             discard_output()
         if self.nothing_to_save:
@@ -246,8 +251,8 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def answer(self, received):
-        """Reads the numbers of signals from the socket `received` until the socket is closed, and
-        calls answer_one for each of STOP_SIGNALS. Runs in a thread of its own."""
+        """Reads signal numbers from the socket `received` until the socket is closed. Calls
+        answer_one for each number that is in STOP_SIGNALS. Runs in a thread of its own."""
         with received:
             number = received.recv(1)
             while number:

@@ -406,8 +406,9 @@ class Stopwatch:
         jax.monitoring.register_event_duration_secs_listener(self.count)
 
     def count(self, event, seconds, **attributes):
-        """Adds the seconds of an event to those of compilation, or to those that the cache has
-        saved. jax calls this method for each of its events."""
+        """Receives the timing events of jax. Adds the seconds of a compilation event to the time of
+        compilation, `compiling`. Adds the seconds that the cache of compiled programs has saved to
+        `saved`. Ignores all other events."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
         if event == '/jax/compilation_cache/compile_time_saved_sec':

@@ -15,7 +15,8 @@ EXPERT = re.compile(r'\.experts\.\d+\.')  # in the names of the modules of exper
 
 
 class Halves(NamedTuple):
-    """The update of a module: b @ a, times alpha / rank."""
+    """The two LoRA matrices of a module. They change the module's weight by b @ a * alpha /
+    rank."""
     a: np.ndarray  # [rank, in]
     b: np.ndarray  # [out, rank]
 
@@ -24,10 +25,12 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
     """Returns (the content of adapter_config.json; {name: array}) of an adapter.
 
     modules: {name of a module in transformers: Halves}. rank, alpha: the rank and alpha of the run.
-    Halves of rank n * rank hold n of the run's updates, concatenated along the rank; their module
-    then gets n * alpha. base: the path of the base model, or its name on the hub. model_type: the
-    model_type in the base model's config.json. others: the names of the modules without an
-    update."""
+    base: the path of the base model, or its name on the hub. model_type: the model_type in the base
+    model's config.json. others: the names of the modules without an update.
+
+    Usually the Halves of a module have the rank of the run. If n matrices of the run are one module
+    (gate and up of Phi 3), the Halves hold n updates, concatenated to the rank n * rank.
+    adapter_config.json then gives the module n * alpha, which keeps alpha / rank the same."""
     # The tensors of the modules, and the modules with another rank than the run.
     tensors = {}
     ranks = {}
@@ -66,13 +69,16 @@ def as_peft_number(alpha):
 
 
 def name_targets(modules, others):
-    """Returns the names to list in peft's config for the modules of an adapter.
+    """Returns the list target_modules of peft's config: the names of the modules of an adapter.
 
     modules: the names of the modules with an update. others: the names of the model's other
-    modules. Usually the last parts of the names suffice, such as 'q_proj'. If a module in `others`
-    has the same last part, or if the model has a vision part, returns whole names. peft matches
-    experts by the last part even then, so raises UserError if experts in `others` have the same
-    last part."""
+    modules. Usually the last parts of the names suffice, such as 'q_proj'. Returns whole names in
+    two cases: if a module in `others` has the same last part as one in `modules`, or if the model
+    has a vision part.
+
+    Raises UserError if experts in `others` have the same last part as a module in `modules`. peft
+    0.21 would update these experts too, because it compares only the last part of an expert's name,
+    even with whole names in the list."""
     ends = {module.split('.')[-1] for module in modules}
     other_ends = {module.split('.')[-1] for module in others}
 

@@ -418,12 +418,14 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether two prompts for the same answer are equal from the last question on.
-    `question` is the message before the answer. Returns False if this message has no text.
+    """Returns whether two texts before the same answer are equal from the last question to their
+    end. find_answer needs this if the template writes earlier messages in another way when later
+    messages follow.
 
-    request: the prompt that the template writes to ask for the answer. before: the text that the
-    template writes before the answer in the whole conversation. The two texts may begin
-    differently, because some templates write a system message only into the last turn of a user."""
+    request: the messages before the answer, rendered as a request for the answer. before: the part
+    of the rendered whole conversation that is before the answer. The two texts may begin
+    differently, because some templates write a system message only into the last turn of a user.
+    question: the message before the answer. If it has no text, returns False."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False
@@ -454,8 +456,9 @@ def find_places(tokenizer, chat, text):
 
 
 def check_spans(tokenizer, chat, text, spans, chosen):
-    """Raises UserError if a part of `text` that counts in the loss has the text of a message that
-    does not count in the loss. This happens if the template writes that message into an answer.
+    """Raises UserError if a part of `text` that counts in the loss contains the text of a message
+    that does not count in the loss. This happens if the template writes that message into an
+    answer.
 
     text: the rendered Chat. spans: the parts of `text` that count in the loss, [(start, end)].
     chosen: the indices of the messages that count in the loss."""

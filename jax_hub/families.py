@@ -1,8 +1,9 @@
 """Maps the config.json of the families of models on Hugging Face's hub to a GPTConfig.
 
-transformers reads the file, because it knows the defaults of missing keys, older keys, and layers
-with windows, and gives RoPE's parameters in one form. The functions here map the config of
-transformers to the fields of GPTConfig, and refuse values that GPT does not compute.
+The file is read with transformers, which fills in the defaults of missing keys, understands older
+keys, knows which layers have windows, and gives RoPE's parameters in one form. The functions here
+map the config of transformers to the fields of GPTConfig, and refuse values that GPT does not
+compute.
 
 Reference: https://github.com/huggingface/transformers/tree/main/src/transformers/models,
 configuration_*.py"""
@@ -70,9 +71,13 @@ def gpt2_config(hf):
 
 
 def llama_fields(hf, *, activation='silu', attention_bias=False):
-    """Returns the fields of GPTConfig, {name: value}, that all families except GPT-2 have in
-    common, but not RoPE's fields. hf: the config of the model, as transformers reads it.
-    activation, attention_bias: the values that the config must have."""
+    """Returns the fields of GPTConfig, {name: value}, with which all families except GPT-2 start. A
+    family may replace some of these fields, and adds others. RoPE's fields are not included, see
+    rope_fields.
+
+    hf: the config of the model, as transformers reads it. activation, attention_bias: the values
+    that the family supports. Raises UserError if `hf` has another activation or attention_bias, or
+    mlp_bias=True."""
     name = 'hidden_activation' if hasattr(hf, 'hidden_activation') else 'hidden_act'
     require(hf, **{name: activation}, attention_bias=attention_bias, mlp_bias=False)
     return dict(
@@ -191,8 +196,8 @@ def olmo3_config(hf):
 
 
 def gemma_fields(hf):
-    """Returns the fields of GPTConfig, {name: value}, that Gemma 2 and 3 have in common, but not
-    RoPE's fields. hf: the config of the model, as transformers reads it."""
+    """Returns the fields of GPTConfig, {name: value}, that Gemma 2 and 3 have in common. RoPE's
+    fields are not included. hf: the config of the model, as transformers reads it."""
     if hf.use_bidirectional_attention:
         require(hf, use_bidirectional_attention=False)
     return llama_fields(hf, activation='gelu_pytorch_tanh') | window_fields(hf) | dict(
@@ -451,12 +456,12 @@ def ropes_by_layer_type(hf):
 # reading
 
 def read_config(values, source):
-    """Converts the content of a config.json, as transformers reads it. Returns (GPTConfig; family,
-    which is the model_type).
+    """Converts the content of a config.json. transformers reads the content first, and fills in the
+    defaults of missing keys. Returns (GPTConfig; family, which is the model_type).
 
-    values: the content, {key: value}, as jax_hub.folders.read_config_json returns it. source: the
-    path of the config.json, for messages. Raises UserError if a value is missing, has a wrong type,
-    or is not supported."""
+    values: the content as it is in the file, {key: value}; jax_hub.folders.read_config_json returns
+    it. source: the path of the config.json, for messages. Raises UserError if a value is missing,
+    has a wrong type, or is not supported."""
     family = values.get('model_type')
     if family not in FAMILIES:
         raise UserError(f'{source}: model_type {family!r:.80} is not supported; supported: '
@@ -478,8 +483,11 @@ def read_config(values, source):
 
 
 def config_of_transformers(values, family):
-    """Returns the config of the language model in a config.json, an object of transformers' class.
-    values: the content of the config.json. family: the model_type."""
+    """Returns a config object of transformers for the language model that a config.json describes.
+    Raises UserError if `values` has a text_config, but the family is not in COMPOSITE.
+
+    values: the content of the config.json. If it has a text_config, only that part is read (for
+    gemma3 also tie_word_embeddings beside it). family: the model_type."""
     if 'text_config' in values:
         if family not in COMPOSITE:
             raise UserError(f'text_config is not supported for {family}')

@@ -1,5 +1,9 @@
-"""Entry point for untrusted folders: finds a model on this disk or on the hub, reads its
-config.json, and imports transformers without its model code."""
+"""Finds the folder of a model on this disk or on the hub, reads its config.json, and imports the
+library transformers. The configs, tokenizers and chat templates of transformers are used, but none
+of its models.
+
+A folder may be untrusted. So path_inside refuses a name or a link that leads out of the folder, and
+read_config_json refuses sizes that would fill the memory."""
 import contextlib
 import logging
 import os

@@ -38,9 +38,10 @@ def as_row_major(x):
 
 
 def transpose_materialized(x):
-    """Computes x.swapaxes(-1, -2). On a CPU, bfloat16 is also moved in memory, because XLA:CPU's
-    fast bfloat16 matmul takes row-major [M, K] and [K, N] only. XLA:CPU converts all other operands
-    to float32, which makes the matmul 2.3 times slower (docs/lab_log.md#matmul)."""
+    """Computes x.swapaxes(-1, -2). A bfloat16 result is stored row-major on a CPU without a mesh
+    (see as_row_major), because XLA:CPU's fast bfloat16 matmul takes only operands [M, K] and [K, N]
+    that are stored row-major. XLA:CPU converts an operand in another memory order to float32, which
+    makes the matmul 2.3 times slower (docs/lab_log.md#matmul)."""
     x = x.swapaxes(-1, -2)
     if x.dtype == jnp.bfloat16:
         x = as_row_major(x)
@@ -85,9 +86,10 @@ def fusion_barrier(f, *args, asked):
     Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
     weights, or convert the weights to another dtype before the decode loop.
 
-    asked: one of args. The cond asks its first element, which XLA does not know, whether it is
-    above the smallest value of its dtype. That is always so for weights, positions and int16
-    activations. (A NaN would give NaN.)"""
+    asked: an array, one of args. f is computed if the first element of `asked` is above the
+    smallest value of the array's dtype. XLA does not know that this condition is always true, for
+    weights, positions and int16 activations. If a float element is NaN or -infinity, the result is
+    NaN."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min
@@ -116,8 +118,8 @@ def computed_once(f, position_BxT):
 
 def lane_terms(n, lanes, least, most):
     """Returns the largest t from `least` to `most` such that lanes * t divides n; None if there is
-    no such t. A row of n elements is then split into blocks of lanes * t elements, and each block
-    is summed to `lanes` partial sums of t terms."""
+    no such t. A row of n elements can then be split into blocks of lanes * t elements. The sum of a
+    block is computed as `lanes` partial sums, each of t elements."""
     for terms in range(most, least - 1, -1):
         if n % (lanes * terms) == 0:
             return terms
@@ -141,12 +143,15 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     takes half the time of XLA:CPU's matmul (docs/lab_log.md#bfloat16-rows). float_lane_terms(I)
     must not be None.
 
-    First, each row of w, times x, is summed to partial sums of t = float_lane_terms(I) terms:
-    FLOAT_LANES partial sums for each block of FLOAT_LANES * t elements. Then a matmul with ones
-    adds up the partial sums of each row. The loop has this form for XLA:CPU:
-    - The FLOAT_LANES = 16 partial sums of a block fill vector registers. nt_chosen, which shares
-      the loop, also takes float32 weights. With 32 partial sums, a core would at first read only
-      every other cache line of those (docs/lab_log.md#sixteen-lanes).
+    Each row of w is multiplied by x, element by element, and the I products of the row are then
+    summed in two steps. First, the products are cut into blocks of t * FLOAT_LANES products, where
+    t is float_lane_terms(I). A block is reshaped to [t, FLOAT_LANES] and summed over its first
+    axis, which gives FLOAT_LANES partial sums of t products each. Second, a matmul with ones adds
+    up the partial sums of all blocks of a row. The loop has this form for XLA:CPU:
+    - FLOAT_LANES is 16, because 16 partial sums fill vector registers. 32 partial sums would be
+      slower, above all in nt_chosen, which has the same loop and also takes float32 weights. A core
+      would at first read only every other cache line of float32 weights
+      (docs/lab_log.md#sixteen-lanes).
     - t is at most 20, because LLVM does not unroll a longer sum.
     - One reduction sums two rows at a time, row i of the first half of w and row i of the second
       half. XLA would compile a reduction of one operand to a slower library call, and a core reads
@@ -177,11 +182,13 @@ def add_pairs(a, b):
 
 def add_up(products):
     """Sums each of two arrays [rows, blocks, terms, lanes], float32, over its last three axes.
-    Returns the list of the two results, float32 [1, rows] each.
+    Returns a list of two sums, float32 [1, rows] each.
 
-    products: the two arrays; in nt_bfloat16_row and nt_chosen, these are the products of x and each
-    half of the rows of w. One reduction sums the terms of both arrays. After that, a matmul with
-    ones sums the partial sums of all blocks and lanes."""
+    products: the two arrays. The callers nt_bfloat16_row and nt_chosen multiply x by the rows of w,
+    element by element; each array has the products of one half of the rows.
+
+    The sum has two steps, for the reasons in nt_bfloat16_row. First, one reduction sums both arrays
+    over `terms`. Second, for each array, a matmul with ones sums over `blocks` and `lanes`."""
     # the terms of each sum, then the sums of all lanes and blocks
     sums = jax.lax.reduce(products, [np.float32(0)] * 2, add_pairs, (2,))
     n_rows, n_blocks, n_lanes = sums[0].shape
@@ -193,22 +200,27 @@ def add_up(products):
 # A matrix of a stack for each row of x: in decoding, the experts that tokens chose.
 
 def chosen_rows(w_ExOxI, matrix_R, shape):
-    """Returns w_ExOxI[matrix_R], in which `shape` replaces the last axis: [R, O, *shape] instead of
-    [R, O, I].
+    """Returns w_ExOxI[matrix_R], with the last axis reshaped to `shape`: [R, O, *shape].
 
-    Gathers the R * O rows of these matrices one by one, because XLA:CPU fuses this gather into the
-    loop that reads the result. Slices w[e] of whole matrices are slower
-    (docs/lab_log.md#experts-in-decoding). XLA:CPU either copies the slice, or fuses it into the
-    loop. In the loop, LLVM loads e again for each element, and does not vectorize."""
+    The R * O rows of these matrices are gathered one by one, because XLA:CPU fuses such a gather
+    into the loop that reads the result. Slicing whole matrices w[e] instead would be slower
+    (docs/lab_log.md#experts-in-decoding). XLA:CPU would either copy each slice, or fuse the slice
+    into the loop that reads it. LLVM would then load e again for each element, and would not
+    vectorize the loop."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')
 
 
 def halves_of_outputs(w):
-    """Splits w [..., O, N, t, lanes] along the axis O, the outputs of a matmul. Returns a list of
-    two arrays of equal shape: the first and the last ceil(O / 2) outputs. If O is odd, both arrays
-    have the middle output."""
+    """Splits w [..., O, N, t, lanes] into two halves along the axis O, the outputs of a matmul. A
+    reduction with add_pairs then sums two outputs at a time, one of each half (see
+    nt_bfloat16_row). N, t, lanes: each row of weights is N blocks of t * lanes elements (see
+    lane_terms).
+
+    Returns a list of two arrays: the first and the last ceil(O / 2) outputs. The reduction needs
+    arrays of equal shape. So if O is odd, both arrays have the middle output, and join_halves drops
+    one of its two results."""
     O = w.shape[-4]
     n = ceil_div(O, 2)
     return [w[..., :n, :, :, :], w[..., O - n:, :, :, :]]
@@ -318,14 +330,15 @@ def int16_sums(x, w):
     """Computes (x * w).sum(-1) -> int32 [..., O], for int16 x [..., 1, I] and int8 or uint8 w [...,
     O, I]. int16_lane_terms(I) must not be None.
 
-    First, a Python loop sums the products of each row of w to partial sums of t =
-    int16_lane_terms(I) terms: INT_LANES partial sums for each block of INT_LANES * t elements. Then
-    a reduction adds up the partial sums of each row. The reduction takes two rows at a time, as in
-    nt_bfloat16_row; on a mesh, one row at a time.
+    The I products of x with a row of w are summed in two steps. First, the products are cut into
+    blocks of t * INT_LANES products, where t is int16_lane_terms(I). A Python loop over t sums each
+    block to INT_LANES partial sums of t products each. Second, a reduction adds up the partial sums
+    of all blocks of a row. The reduction takes two rows at a time, as in nt_bfloat16_row; on a
+    mesh, one row at a time.
 
-    The Python loop is there for the compiler. If a reduction made the partial sums instead, jax
-    0.12 would compile the two reductions to two loops. jaxlib 0.10 compiles both to one loop, which
-    is faster (docs/lab_log.md#int8-matmuls)."""
+    XLA compiles the Python loop and the reduction to one loop. If the first step were a reduction,
+    too, jaxlib 0.10 would still compile one loop, but jax 0.12 would compile two loops, which are
+    slower (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
     terms = int16_lane_terms(I)
     w = w.reshape(*w.shape[:-1], -1, terms, INT_LANES)
@@ -359,7 +372,8 @@ def nt_int16(x_RxI, w_OxI):
 @functools.cache
 def nt_uint8():
     """Returns a JAX primitive that computes x @ w.T for uint8 x and int8 w; the result is int32.
-    nt_weights_left passes the weights as x.
+    Here, x and w are only the left and the right operand. nt_weights_left passes weights, which
+    as_uint8 has stored as uint8, as the left operand, and activations as the right operand.
 
     The primitive is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as
     long. A primitive of its own is needed, because JAX's lowering converts operands of two dtypes

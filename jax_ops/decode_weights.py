@@ -1,7 +1,8 @@
-"""Weights in the forms that decoding reads: cast once, quantized, transposed, in the order of
-tensor ranks.
+"""Weights in the forms that decoding reads: cast once, quantized or transposed. With tensor
+parallelism, the columns of c_attn (q, k and v) are also reordered: the columns of each tensor rank
+are side by side.
 
-A decode step reads every weight once for each token, so that the order of the weights in memory
+A decode step reads every weight once for each token. Therefore the order of the weights in memory
 decides the speed of the step. linear() in matmul.py takes each of these forms in place of an array
 [I, O]."""
 import functools
@@ -121,6 +122,8 @@ def order_columns_by_rank(params, config):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def order_kernel(kernel, widths, n_ranks):
-    """Returns a kernel, an array [I, O] or Int8, with its columns in the order of n_ranks tensor
-    ranks. An array becomes Transposed. widths: the columns of q, k and v."""
+    """Puts the columns of a kernel of c_attn into the order of order_by_rank, in which the columns
+    of each of n_ranks tensor ranks are side by side. kernel: an array [I, O], which becomes
+    Transposed, or an Int8, which stays Int8. Returns the kernel, sharded over the tensor ranks.
+    widths: the numbers of columns of q, k and v."""
     return as_kernel(kernel).order_columns(widths, n_ranks)

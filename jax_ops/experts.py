@@ -218,8 +218,8 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
 
     Rows are sorted by expert and padded to blocks of b rows of one expert each. Example with b = 2,
     experts of the rows [1, 0, 1, 1]: sorted rows 1 | 0 2 3, blocks [1, -] [0, 2] [3, -], experts of
-    the blocks [0, 1, 1]. The number of blocks is fixed: the most that R rows can need. way: how
-    blocks are computed, one of EXPERT_WAYS (layers.py)."""
+    the blocks [0, 1, 1]. The number of blocks is fixed, and is enough for every assignment of the R
+    rows to experts. way: how blocks are computed, one of EXPERT_WAYS (layers.py)."""
     E = len(jax.tree.leaves(weights)[0])
     R, D = x_RxD.shape
     # rows without an expert are sorted to the end
@@ -255,8 +255,9 @@ def experts_in_blocks(f, way, weights, x_RxD, expert_R):
 
 
 def block_sizes(way, R, E):
-    """Returns (the number of rows of a block; the largest number of blocks that R rows of E experts
-    can need). way: one of EXPERT_WAYS (layers.py)."""
+    """Returns (the number of rows of a block; an upper bound of the number of blocks). The bound
+    holds for any distribution of R rows in total over E experts. way: one of EXPERT_WAYS
+    (layers.py)."""
     if way == 'loop':
         # larger blocks pad more, smaller ones read weights more often
         b = max(1, min(ceil_div(R, E), 64))
@@ -269,9 +270,14 @@ def block_sizes(way, R, E):
 
 
 def batched_apply(f, weights, x_nxbxD, expert_n):
-    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls. The forward
-    pass copies the weights of each block, and the backward pass copies them again. An unused
-    block (expert_n[i] = E) takes the weights of the last expert."""
+    """Computes [f(weights[expert_n[i]], x[i]) for i in range(n)] in batched matmuls -> [n, b, D].
+
+    x_nxbxD: n blocks of b rows. expert_n: the expert of each block. An unused block has expert_n[i]
+    = E, the number of experts. It is computed with the weights of the last expert, and callers
+    ignore its result.
+
+    The forward pass copies the weights of each block's expert. These copies are not kept in memory
+    for the backward pass, which makes them again."""
     def apply(weights, x_nxbxD):
         def take(w):
             return checkpoint_name(jnp.take(w, expert_n, axis=0, mode='clip'), 'of_blocks')
@@ -284,8 +290,9 @@ def batched_apply(f, weights, x_nxbxD, expert_n):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
-    """Computes f(weights[expert_n[i]], x[i]) for the first n_used blocks, in a loop -> [n, b, D].
-    The later blocks of the result are zeros. n_used: a scalar, which may be traced.
+    """Computes f(weights[expert_n[i]], x[i]) for the first n_used of n blocks, in a loop -> [n, b,
+    D]. The later blocks of the result are zeros. x_nxbxD: n blocks of b rows. expert_n: the expert
+    of each block. n_used: a scalar, which may be traced.
 
     The gradients of the weights are accumulated in place. JAX's own gradient rule would add zeros
     for all experts in every iteration."""

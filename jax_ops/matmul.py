@@ -230,7 +230,8 @@ class Kernel:
 
 
 class Plain(Kernel, struct.PyTreeNode):
-    """An array [I, O]."""
+    """A kernel that is stored as an array [I, O], without quantization. as_kernel puts an array
+    into a Plain, to give it the methods of Kernel."""
     values: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
 
@@ -395,12 +396,12 @@ class LowRank(Kernel, struct.PyTreeNode):
 
 
 def is_kernel(x):
-    """Returns whether x is a Kernel (not an array)."""
+    """Returns whether x is a Kernel. An array is no Kernel; as_kernel makes one of it."""
     return isinstance(x, Kernel)
 
 
 def as_kernel(x):
-    """Returns an array as a Plain, and a Kernel unchanged."""
+    """Returns a Plain of x if x is an array. Returns x unchanged if x is a Kernel."""
     return x if is_kernel(x) else Plain(x)
 
 
@@ -541,8 +542,9 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
       matmul is in integers, which XLA:CPU computes fast. The rows become int16, because int8 costs
       precision (docs/lab_log.md#int8-matmuls).
     - x has more rows, and the weights are uint8, as only decoding stores them. Weights and x are
-      converted to bfloat16. It holds all values of the weights, and is multiplied at twice the
-      speed (docs/lab_log.md#int8-prompts).
+      converted to bfloat16. bfloat16 represents all values of the weights exactly. On a CPU with
+      bfloat16 instructions, a matmul in bfloat16 takes half the time of one in float32
+      (docs/lab_log.md#int8-prompts).
     - x has more rows, and the weights are int8, as always in training. The weights are converted to
       x's dtype."""
     def converted(x_RxI, w_OxI):

@@ -118,8 +118,9 @@ def batch_axes(n_rows):
 
 def partition_specs(tree, mesh, *, over_replicas=False):
     """Returns the tree of partition specs of a parameter tree or TrainState, by PARTITION_RULES. A
-    rule describes the last dimensions of a leaf. If the axes that the rule gives a dimension
-    do not divide the dimension's size, axes are dropped from the right until the rest divides it.
+    rule assigns axes of the mesh to each of the last dimensions of a leaf. The number of shards of
+    a dimension is the product of the sizes of its axes. While this number does not divide the size
+    of the dimension, the last of its axes is dropped.
 
     over_replicas: whether leaves that are sharded over fsdp are also sharded over data and
     context."""
@@ -173,8 +174,9 @@ def shard_params(tree, *, over_replicas=False):
 
 
 def run_on_mesh(function, mesh):
-    """Returns function(table, ...) as a compiled function that runs on the mesh. It first shards
-    the rows of the table over the mesh's axis tensor."""
+    """Compiles function(table, ...) to run on a mesh, and returns the compiled function, which has
+    the same arguments. table: an array such as an embedding matrix. The compiled function first
+    shards the rows of the table over the mesh axis 'tensor'."""
     @jax.jit
     def run(table, *args):
         table = jax.lax.with_sharding_constraint(table, NamedSharding(mesh, Spec('tensor')))

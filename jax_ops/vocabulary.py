@@ -20,7 +20,8 @@ INIT_STD = 0.02  # standard deviation of the initial tables and matrices, as GPT
 
 
 class Table(NamedTuple):
-    """A table that is an array [V, D]. Int8 has the same two methods."""
+    """An array [V, D] as an embedding table, with the methods embed and logits. A quantized table
+    is an Int8 (matmul.py), which has these two methods itself."""
     values_VxD: jax.Array
 
     def embed(self, idx_BxT, dtype):
@@ -90,7 +91,8 @@ def embed_on_mesh(table_VxD, idx_BxT, dtype):
 
 
 def pad_rows(table, n_ranges):
-    """Returns the table with rows of zeros appended until n_ranges divides their number."""
+    """Returns the table with rows of zeros appended until n_ranges divides the number of its
+    rows."""
     padding = [(0, 0)] * table.ndim
     padding[0] = (0, -len(table) % n_ranges)
     return jnp.pad(table, padding)
@@ -175,7 +177,9 @@ class VocabParallel(nn.Module):
         return pad_rows(jnp.asarray(full), self.tp_size)[first:first + self.n_rows]
 
     def table(self, n_rows: int) -> Any:
-        """Returns the shared table, or else the parameter `weight` of n_rows rows."""
+        """Returns shared_table if it is given, as in GPT. Otherwise returns this layer's own
+        parameter `weight`, [n_rows, embedding_dim]. n_rows: the number of rows of `weight`; has no
+        effect on shared_table."""
         if self.shared_table is not None:
             return self.shared_table
         shape = n_rows, self.embedding_dim
@@ -226,8 +230,9 @@ class ParallelLMHead(VocabParallel):
     @nn.compact
     def sharded_forward(self, x_BxTxD: Array, mesh: Mesh, last_B: Array | None = None,
                         gathered: bool = False) -> Array:
-        """Returns all logits, float32 [B, T, num_embeddings]. Each device of the mesh keeps the
-        logits of its vocabulary range, or all logits if `gathered`."""
+        """Computes the logits on the devices of a mesh (create_mesh). Returns one global array,
+        float32 [B, T, num_embeddings]. Each device keeps the logits of its own vocabulary range. If
+        `gathered`, each device gets the whole array instead. last_B: see the class."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
         if gathered:
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
@@ -235,13 +240,15 @@ class ParallelLMHead(VocabParallel):
 
     def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
                training: bool = True) -> Array:
-        """Computes x @ table.T for the head's table of n_rows rows -> float32 [B, T, n_rows], with
-        soft_cap if there is a cap. Adds the bias if there is one.
+        """Computes x @ table.T -> float32 [B, T, n_rows], the part that __call__ and
+        sharded_forward share. Applies soft_cap if there is a cap, then adds the bias if there is
+        one.
 
-        last_B: if it is given, computes only the logits of position last_B[b] of each sequence b,
-        [B, 1, n_rows]. n_rows: the number of rows of this rank, or of the full table. mesh: a mesh
-        to compute on, with the table sharded over its axis tensor; by default, the mesh that the
-        caller has set, if any. training: see lm_logits."""
+        last_B: see the class; None computes the logits of all positions. n_rows: the number of rows
+        of the table, self.n_rows in __call__ (the rows of this rank) and num_embeddings in
+        sharded_forward (the full table). mesh: the mesh of sharded_forward, with the table sharded
+        over its axis tensor. If `mesh` is None, computes on the mesh that the caller has set, if
+        any. training: see lm_logits."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 

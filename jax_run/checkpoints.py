@@ -75,22 +75,24 @@ class DiskRun:
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
-        """Returns `text` with paths as the user knows them. On a disk, `text` is unchanged; for a
-        run in a bucket, gs://... replaces the path `files`."""
+        """Returns `text`, a path or a message with paths, as the user knows the paths. Here `text`
+        is returned unchanged, because the user knows the paths on a disk. BucketRun.shown puts the
+        gs:// URL of the run in place of the path `files`."""
         return str(text)
 
     def refresh(self):
-        """Brings `files` up to date. Does nothing on a disk, where `files` is always up to date."""
+        """Does nothing, because the `files` of a run on a disk is always up to date.
+        BucketRun.refresh copies the files from the bucket."""
 
     def upload(self):
-        """Writes the changed files in `files` to the place of the run. Does nothing on a disk,
-        where `files` is that place."""
+        """Does nothing, because the `files` of a run on a disk is the folder of the run itself.
+        BucketRun.upload copies changed files to the bucket."""
 
     # the lock
 
     def wait_until_free(self):
-        """Waits until the lock of a run that has died is free. Does nothing on a disk, where the
-        system frees the lock at once."""
+        """Does nothing, because the system frees the lock of a run on a disk as soon as the run has
+        died. BucketRun.wait_until_free waits until the lease of such a run has expired."""
 
     def lock(self, holder):
         """Takes the lock and writes the text `holder` into it. Only process 0 calls this. Returns
@@ -334,13 +336,15 @@ def list_steps(folder):
 
 
 def read_val_loss(step, since=0):
-    """Returns the validation loss of the checkpoint in the folder `step`, by which the best
-    checkpoint is chosen: the lowest is the best. Returns infinity, the worst loss, if the
-    checkpoint has no metrics, or if its loss was measured on other data, that is, if its iteration
-    is `since` or earlier.
+    """Returns the validation loss of the checkpoint in the folder `step`. The best checkpoint is
+    the one with the lowest validation loss.
 
-    Returns -infinity as a sign of damage if the metrics cannot be read, or if the loss in them is
-    not finite."""
+    since: the iteration at which the run began to train on its present data, see data_since. The
+    loss of a checkpoint at this iteration or before was measured on other data. For such a
+    checkpoint, and for a checkpoint without metrics, returns infinity, the worst loss.
+
+    Returns -infinity if the metrics cannot be read, or if the loss in them is not finite. This
+    value is no loss; callers treat such a checkpoint as damaged."""
     path = step / 'metrics' / 'metrics'
     if not path.exists():
         return math.inf
@@ -458,9 +462,9 @@ def run_of(manager):
 
 
 def add_val_loss(manager, step, val_loss):
-    """Adds val_loss to checkpoint `step` if it was saved without an evaluation, as after a signal.
-    The checkpoint can then be chosen as the best. All processes call this. manager: what
-    open_checkpoints returns."""
+    """Adds val_loss to checkpoint `step` if it was saved without an evaluation. A run that a signal
+    stops saves such a checkpoint. With a loss, the checkpoint can be chosen as the best. All
+    processes call this function. manager: what open_checkpoints returns."""
     run = run_of(manager)
     path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():

@@ -46,9 +46,12 @@ def read_at_random(array):
 
 
 def read_soon(array, starts, n_bytes):
-    """Asks the operating system to fetch parts of an array that open_tokens returned, all at once:
-    n_bytes bytes from each of `starts`, offsets in bytes. Without this call, after read_at_random,
-    the system would fetch page by page."""
+    """Asks the operating system to fetch several parts of an array into memory, all at once. Call
+    this function just before reading the parts. Arrays that read_at_random was called for have no
+    read-ahead, so without this call the system would fetch them page by page.
+
+    array: what open_tokens returned. starts: the offset of each part, in bytes. n_bytes: the number
+    of bytes of each part; the last part may reach beyond the end of the file."""
     file = getattr(array, '_mmap', None)
     if file is not None and hasattr(mmap, 'MADV_WILLNEED'):
         for start in starts:
@@ -235,8 +238,11 @@ def load_masks(data_dir, splits):
     data set without masks, in which all tokens count.
 
     A mask has a byte for each token: 1 if it counts in the loss (an assistant's tokens), else 0. In
-    packed rows, the first token of a conversation or of the padding has 2 instead. Raises UserError
-    if a mask is missing or has another length than the tokens."""
+    packed rows, the first token of a conversation or of the padding has 2 instead.
+
+    A data set has masks if meta.json has a 'kind', or if a mask exists for at least one split.
+    Raises UserError if such a data set lacks the mask of a split, or if a mask has another length
+    than the tokens."""
     data_dir = relative_path(data_dir)
     paths = {split: data_dir / f'{split}_mask.bin' for split in splits}
     are_there = [path.exists() for path in paths.values()]

@@ -14,11 +14,11 @@ path, host or user name.
 | `tokenizer` | digest of the data's tokenizer |
 | `start` | 'scratch', 'pretrained', or 'lora' of a pretrained model |
 | `sources` | {path: digest} of this program's source files |
-| `commit` | of a git checkout, with `+` if its files have been changed; None elsewhere |
-| `versions` | of Python and of the libraries that compute |
-| `settings` | of jax, and `XLA_FLAGS` without paths, that change numbers |
+| `commit` | the commit of the git checkout, with `+` if files have been changed; None elsewhere |
+| `versions` | the versions of Python and of the libraries that compute |
+| `settings` | the settings of jax that change computed numbers; `XLA_FLAGS` without paths |
 | `devices` | `kind`; `cpu`: features that choose kernels; `number` of devices and of `processes` |
-| `flags` | of the run, without names and places, with `seed` |
+| `flags` | the flags of the run, with `seed`, without NOT_IN_MANIFEST (paths, names and others) |
 | `dtype`, `attention`, `experts` | as chosen for the present devices |"""
 import contextlib
 import functools
@@ -190,10 +190,13 @@ def find_settings():
 
 
 def find_changed(known, now):
-    """Compares a manifest `known` with a later manifest `now`, except for the data. Returns the
-    differences, such as {'versions': {'jax': ['0.9', '0.10']}}: first the key of the manifest, then
-    the name, then [before, now]. The key of dtype, attention and experts is 'chosen'. Leaves out
-    names that only one manifest has, and the flags in WITHOUT_EFFECT."""
+    """Compares a manifest `known` with a later manifest `now`. Returns what differs as {part:
+    {name: [value in known, value in now]}}, such as {'versions': {'jax': ['0.9', '0.10']}}. The
+    parts are the entries 'flags', 'devices', 'versions', 'settings' and 'sources' of a manifest,
+    and 'chosen' for its entries 'dtype', 'attention' and 'experts'.
+
+    Leaves out names that only one manifest has, and the flags in WITHOUT_EFFECT. Does not compare
+    the data; find_changes does that."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]

@@ -60,9 +60,9 @@ def time_of_end(flags, started):
 
 
 def count_fitting(layout, left, seconds, eval_s, eval_interval):
-    """Returns how many iterations fit into `left` seconds, at least one. All processes get the
-    number of process 0. seconds: the time of an iteration. eval_s: the time of an evaluation.
-    eval_interval: the number of iterations between two evaluations."""
+    """Returns how many iterations fit into `left` seconds, at least one. All processes return the
+    number that process 0 computes. seconds: the time of an iteration. eval_s: the time of an
+    evaluation. eval_interval: the number of iterations between two evaluations."""
     n = 0
     if jax.process_index() == 0:
         n = max(1, int(left / (seconds + eval_s / eval_interval)))
@@ -70,10 +70,13 @@ def count_fitting(layout, left, seconds, eval_s, eval_interval):
 
 
 class Deadline:
-    """Keeps a run within its --minutes while other programs on the machine begin and end.
+    """The end of a run with --minutes. The speed of a run changes, for example if another program
+    on the machine begins or ends. So the training loop calls has_moved before each iteration. From
+    time to time, has_moved measures the speed. If the number of iterations that fit into --minutes
+    has changed enough, has_moved sets max_iters to this number.
 
-    run: a Run with the number of iterations that fit. layout: the run's Layout. started: the
-    time.perf_counter() at which the minutes began."""
+    run: a Run with the number of iterations that fit at first. layout: the run's Layout. started:
+    the time.perf_counter() at which the minutes began."""
 
     def __init__(self, run, layout, started):
         self.layout = layout

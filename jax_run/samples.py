@@ -1,5 +1,5 @@
-"""Splits the rows of sample_jax.py into batches, and writes the file of samples. If a command was
-killed, the same command continues its file."""
+"""Divides the samples of sample_jax.py into batches, and writes the file of samples. If a command
+was killed, the same command continues the file."""
 import hashlib
 import json
 import os
@@ -21,10 +21,12 @@ def digest_flags(flags, title, prompts):
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):
-    """Splits the samples to be made into batches. Returns a list of batches, each a list of at most
-    batch_size rows. A row is (index of the prompt, index of its sample). Each prompt has
-    num_samples rows; the rows in `done` are left out. prompts: lists of token ids. Rows with
-    prompts of similar length share a batch. Within a batch, rows are sorted by their indices."""
+    """Divides the samples that are still to be generated into batches. Returns a list of batches,
+    each a list of at most batch_size rows. A row is (index of the prompt, index of the sample).
+
+    prompts: lists of token ids. num_samples: the number of rows of each prompt. done: the rows that
+    already have a sample, and are left out. Rows with prompts of similar length share a batch.
+    Within a batch, rows are sorted by their indices."""
     rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
     rows = [row for row in rows if row not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable

@@ -1,9 +1,13 @@
-"""Turns token files into batches. Each kind of data is a class with the same methods:
+"""Turns token files into batches. Each kind of data is a class with these methods:
 
-    draw(numbers, rows)         the sequences of these numbers in the run's endless shuffled stream
-    evaluation(n_rows, ...)     the sequences that every evaluation reads, and what is in them
-    read(places)                the batch of sequences at these places of the files
-    count_passes(n_sequences)   how often the run reads the data
+    draw(numbers, rows)         returns a training batch: the sequences numbers[rows] of the stream
+    evaluation(n_rows, ...)     returns which sequences every evaluation reads, as an Evaluation
+    read(places)                returns the batch of the sequences at these places in the files
+    count_passes(n_sequences)   returns how many passes over the data n_sequences sequences are
+
+The stream is the endless sequence of all training sequences of a run, shuffled again in each pass
+over the data. `numbers` are positions in the stream. Of these methods, a Mixture of data sets has
+only draw and count_passes.
 
 A batch depends only on the seed and the numbers of its sequences. So a run that is resumed
 continues with the next sequence, and the same run on more devices sees the same data."""
@@ -42,8 +46,8 @@ class Order(NamedTuple):
     n_offsets: int = 0
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places of sequences in the data, int64 [B]: the start of a window, or the
-        index of a row. numbers: the numbers of the sequences in the stream, int64 [B]."""
+        """Returns where each sequence begins in the data, int64 [B]: offset + stride * i for row or
+        window i. numbers: the numbers of the sequences in the stream, int64 [B]."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -54,9 +58,9 @@ class Order(NamedTuple):
 
 
 def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
-    """Shuffles an epoch of an Order. Returns (offset; permutation of 0 .. n - 1, in the smallest
-    unsigned integer type). The latest two epochs of each Order are cached, because an iteration at
-    the end of an epoch reads both."""
+    """Shuffles an epoch of an Order. Returns (offset; permutation), see shuffle_epoch. Caches the
+    results for the latest two epochs of each Order, because an iteration that crosses the end of an
+    epoch reads from two epochs."""
     return epochs_of(order)(epoch)
 
 
@@ -68,8 +72,10 @@ def epochs_of(order: Order) -> Callable:
 
 
 def shuffle_epoch(order: Order, epoch: int) -> tuple[int, np.ndarray]:
-    """Shuffles an epoch of an Order. Returns (the offset of the epoch's windows; a permutation of 0
-    .. order.n - 1)."""
+    """Shuffles an epoch of an Order. Returns (offset; permutation). offset: the position in the
+    data at which window or row 0 of the epoch begins. permutation: the order in which the epoch
+    reads its windows or rows, a permutation of 0 .. order.n - 1 in the smallest unsigned integer
+    type that holds order.n."""
     rng = np.random.default_rng([order.seed, DATA, epoch])
     offset = int(rng.integers(order.n_offsets)) if order.n_offsets else 0
     return offset, rng.permutation(np.arange(order.n, dtype=np.min_scalar_type(order.n)))
@@ -166,8 +172,9 @@ class Windows:
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns the places of sequences in the split, int64 [B]: the start of a window, or the
-        index of a row. numbers: the numbers of the sequences in the run's stream, int64 [B]."""
+        """Returns the place of each sequence in the split, int64 [B]. A place here is the index of
+        a window's first token. In Rows, a place is the index of a row; in Pairs, the index of a
+        conversation. numbers: the numbers of the sequences in the run's stream, int64 [B]."""
         return self.order.locate(numbers)
 
     def count(self, places: np.ndarray) -> int:
@@ -191,7 +198,8 @@ class Windows:
         return scale_weights(batch, self.count(places), len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns how many times n_sequences sequences go through the split."""
+        """Returns the number of passes over the split, if n_sequences sequences are drawn from
+        it."""
         return n_sequences / self.order.n
 
     def spread(self, n_rows: int) -> np.ndarray:
@@ -284,11 +292,13 @@ def find_starts(mask_x: np.ndarray) -> np.ndarray:
 
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
-    """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the rows
-    (see find_starts).
+    """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the
+    rows, with the constant STARTS at the first token of each conversation and of the padding (see
+    find_starts).
 
-    Only the end of a row can be padding: the tokens from the row's last STARTS on. They are padding
-    if none of them counts, because each conversation has a token that counts."""
+    Only the last part of a row can be padding. This part begins at the row's last STARTS. It is
+    padding if none of its tokens counts in the loss, because each conversation has a token that
+    counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)
@@ -308,13 +318,14 @@ class Pairs(Windows):
     """The pairs of answers of a split, for DPO. Leaves out a pair if one of its two conversations
     does not fit in a row of block_size positions.
 
-    Conversation 2 i is a prompt with the chosen answer, and conversation 2 i + 1 the same prompt
-    with the rejected answer. Sequences 2 p and 2 p + 1 of the stream are a pair; each sequence is
-    padded at its end.
+    In the data, conversations 2 i and 2 i + 1 are pair i: the same prompt, with the chosen answer
+    and with the rejected answer. The stream shuffles whole pairs. Its sequences 2 p and 2 p + 1 are
+    the chosen and the rejected conversation of one pair. Each sequence is padded at its end.
 
-    ends: where each conversation ends in the tokens. mask: the array with COUNTS for each token of
-    an answer, else 0. length_normalized: whether the weight of an answer's token is 1 / (number of
-    tokens of the answer), instead of 1. Raises UserError if no pair fits."""
+    ends: where each conversation ends in the tokens. mask: an array with the constant COUNTS for
+    each token of an answer, and 0 for each other token. length_normalized: whether the weight of an
+    answer's token is 1 / (number of tokens of the answer), instead of 1. Raises UserError if no
+    pair fits."""
     def __init__(self, tokens: np.ndarray, mask: np.ndarray, ends: np.ndarray, *,
                  length_normalized: bool, block_size: int, split: str, **options: Any):
         self.bounds = np.append(0, ends)
@@ -417,8 +428,8 @@ class Mixture:
         return scale_weights(batch, n_counted, len(numbers) * self.block_size)
 
     def count_passes(self, n_sequences: float) -> float:
-        """Returns how many times n_sequences sequences of the mixture go through a part of it. The
-        part is the one that they go through most often."""
+        """Returns the number of passes over the most repeated part of the mixture, if n_sequences
+        sequences are drawn from the mixture."""
         passes = []
         for part, fraction in zip(self.parts, self.fractions):
             passes.append(part.count_passes(fraction * n_sequences))
@@ -465,15 +476,18 @@ class DataSet(NamedTuple):
 
 
 class Data(NamedTuple):
-    """The data of a run. The run trains on sequences of `train` and evaluates each of the sets."""
+    """The data of a run. The run trains on sequences of `train`. It evaluates the model on the
+    splits of each DataSet in `sets`."""
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
-    # the bytes that bits per byte count: 'text' if the tokens have other bytes than the text
+    # whether bits per byte divides by the bytes of the 'tokens' or of the 'text': 'text' if the
+    # text has other bytes than its tokens
     bpb_bytes: str = 'tokens'
 
     def check(self, n_rows: int) -> None:
-        """Raises UserError if an evaluation of n_rows sequences would have no token that counts."""
+        """Raises UserError if a split has no token that counts in the loss among the n_rows
+        sequences of an evaluation."""
         for one in self.sets:
             for source in one.splits.values():
                 source.evaluation(n_rows)

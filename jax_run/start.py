@@ -15,16 +15,17 @@ checkpoint; `meta` is its JSON part):
 | LoRA's base (or --base), rank, alpha and checksum | meta | `continued_model` |
 | iteration, best validation loss, wandb's id | meta | `Run` |
 | parameters, or LoRA's updates | checkpoint | `start_state` |
-| the mean of --ema; without one in the checkpoint it begins anew | checkpoint | `start_state` |
+| the mean of --ema; if it is missing, it starts at the parameters | checkpoint | `start_state` |
 | the optimizer's state and the number of updates | checkpoint | `start_state` |
-| float16's loss scale; another dtype begins anew | checkpoint | `start_state` |
+| float16's loss scale; if it is missing, the initial scale | checkpoint | `start_state` |
 | LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
 | metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
 | the data: those of the manifest, unless --dataset is given | meta | `open_manifest` |
-| damaged later checkpoints are renamed to <iteration>.damaged | out_dir | `lock_out_dir` |
 | the learning rate | nothing | a function of the number of updates |
 | data order, dropout | nothing | functions of seed and iteration |
 | dtype=auto, attention=auto | nothing | chosen for the present devices |
+
+A resume leaves out damaged checkpoints. `lock_out_dir` renames them to <iteration>.damaged.
 """
 import dataclasses
 import math
@@ -70,7 +71,8 @@ FIXED_BY_MINUTES = ('max_iters', 'lr_decay_iters', 'warmup_iters', 'earlier_ends
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The start of a run, as open_run returns it."""
+    """The settings with which a run starts: its flags, devices, model and data sets, and the
+    checkpoint that it resumes. A Run holds neither weights nor data. open_run makes it."""
     flags: dict  # all of them, as the checkpoints of this run hold them
     given: dict  # the flags that the user gave
     devices: list
@@ -379,8 +381,11 @@ def start_state(run, program):
 
 def choose_init_from(flags):
     """Returns the flag init_from. 'auto' becomes 'resume' if out_dir has a checkpoint, else
-    'scratch'. Before a resume, waits until the lock of a run that has died is free. Raises
-    UserError if the processes do not see the same checkpoints."""
+    'scratch'. Raises UserError if the processes do not see the same checkpoints.
+
+    If out_dir is in a bucket and the run may be resumed, first waits until no other run holds the
+    lock of out_dir, because the other run may still save a checkpoint. The lock of a run that has
+    died expires. Raises UserError if the other run is alive."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():
@@ -477,9 +482,9 @@ def check_removed_flags(out_dir, saved):
 
 
 def schedule_from_flags(flags, iter_num):
-    """Makes the learning rate Schedule from the flags. iter_num: an iteration; if --minutes has
-    moved the end of the schedule, an earlier iteration has the earlier end. Raises UserError if the
-    flags are not valid."""
+    """Makes the learning rate Schedule of iteration iter_num from the flags. The Schedule depends
+    on the iteration only if --minutes moved the end of the schedule while the run trained, see
+    schedule_end. Raises UserError if the flags are not valid."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],
         lr_decay_iters=schedule_end(flags, iter_num), min_lr=flags['min_lr'],
@@ -487,9 +492,12 @@ def schedule_from_flags(flags, iter_num):
 
 
 def schedule_end(flags, iter_num):
-    """Returns the iteration at which the schedule of iteration iter_num ends: lr_decay_iters, or
-    the previous end if --minutes has moved the end after iter_num. For example, with
-    earlier_ends='300:900', the schedule of iterations 0 to 299 ends at 900."""
+    """Returns the iteration at which the learning rate schedule of iteration iter_num ends.
+
+    The end is lr_decay_iters, unless --minutes moved the end while the run trained. An iteration
+    before a move keeps the end that was valid at that time. For example, earlier_ends='300:900' and
+    lr_decay_iters=1200 say that --minutes moved the end from 900 to 1200 at iteration 300. Then the
+    end is 900 for iterations 0 to 299, and 1200 from iteration 300 on."""
     for until, end in read_ends(flags['earlier_ends']).items():
         if iter_num < until:
             return end

@@ -38,23 +38,25 @@ class Interval(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The result of training an interval again."""
+    """The differences that training an interval again has found."""
     weights: str  # the first array that differs, and by how much; '' if all bits are the same
-    logged: list  # the values that differ from metrics.jsonl, each a Logged
+    logged: list  # a Logged for each value that differs from metrics.jsonl
 
     @property
     def largest(self):
-        """The largest difference of a loss."""
+        """The largest difference between a loss of the repeated training and the same loss in
+        metrics.jsonl, as an absolute value. It is 0 if no loss differs."""
         return max((abs(one.value - one.kept) for one in self.logged if 'loss' in one.name),
                    default=0.0)
 
 
 class Logged(NamedTuple):
-    """A value that training again has computed, and that differs from the logged value."""
+    """A value of a metric that differs between the log and the repeated training. Holds both
+    values."""
     iter: int
     name: str
-    value: float  # as training again has computed it
-    kept: float  # the logged value, in metrics.jsonl
+    value: float  # of the repeated training
+    kept: float  # of metrics.jsonl
 
     def __str__(self):
         return (f'{self.name} of iteration {self.iter} is {self.value:.9g}, and {self.kept:.9g} in '
@@ -62,13 +64,17 @@ class Logged(NamedTuple):
 
 
 def verify_run(run, data, program, make_batch, evaluate):
-    """Verifies the last N intervals of a resumed Run, for --verify=N. Prints which files, versions
-    and flags differ, and then a line for each interval. Writes nothing.
+    """Trains the last N intervals of a run again, for --verify=N, and compares the results with the
+    kept checkpoints and with metrics.jsonl. An interval is the iterations from one kept checkpoint
+    to the next. Prints which files, versions and flags differ from those of the run, and then a
+    line for each interval. Writes nothing.
 
-    data, program: what open_data and open_program return. make_batch, evaluate: functions of
-    train_jax.py. Returns the exit code: 1 if the data or an interval differ, else 0. On another
-    kind of machine, losses may differ by up to BOUND, and an interval counts as different if they
-    differ by more. Raises UserError if the run cannot be verified."""
+    run: the Run, opened with --init_from=resume. data, program: what open_data and open_program
+    return. make_batch, evaluate: functions of train_jax.py.
+
+    Returns the exit code: 1 if the data or an interval differ, else 0. On another kind of machine,
+    an interval counts as different only if a loss differs by more than BOUND. Raises UserError if
+    the run cannot be verified."""
     if jax.process_count() > 1:
         raise UserError('--verify is for one process')
     folder = run_folder(run.flags['out_dir'])

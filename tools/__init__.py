@@ -1,2 +1,3 @@
-"""Tools that training does not need: plans for devices that are not here (bench_jax.py
---mode=compile), and scripts for maintainers."""
+"""Tools that training does not need. plan.py and topologies.py are for bench_jax.py --mode=compile,
+which compiles a step for devices that this machine does not have. The others are scripts, mostly
+for maintainers."""

@@ -1,10 +1,14 @@
-"""Draws docs/minutes.png: bits per byte of Tiny Shakespeare's validation text over minutes of wall time.
+"""Draws docs/minutes.png: bits per byte of Tiny Shakespeare's validation text over minutes of wall
+time.
 
-$ python tools/draw_minutes.py --measure     # runs RUNS, 7 minutes on a quiet machine, and writes tools/minutes.json
-$ python tools/draw_minutes.py               # draws what is in tools/minutes.json, and POINTS
+$ python tools/draw_minutes.py             # draws the curves of tools/minutes.json
+$ python tools/draw_minutes.py --measure   # first measures these curves and writes the file
 
-The minutes include start, compilation and the evaluations that make a curve. An ordinary run of
-these commands has fewer evaluations."""
+Each curve is a run of train_jax.py with flags of RUNS; together the runs take 7 minutes on a quiet
+machine. Single points, for which there is no curve, are in the constant POINTS.
+
+The minutes include start, compilation and evaluations. Each evaluation is a point of a curve, so
+the flags in RUNS ask for more evaluations than the config files do."""
 import argparse
 import json
 import os

@@ -1,15 +1,20 @@
-"""Runs config/five_minutes.py with three seeds, one after the other, and prints a row for the table of machines; or
-trains the beginning of somebody's row again.
+"""Runs config/five_minutes.py with three seeds, one after the other, and prints the results as a
+row for the table of machines (docs/lab_log.md#five-minutes). With --check, repeats the first
+iterations of the runs of a saved row, and compares the results with the row.
 
-$ python data/shakespeare_bpe/prepare.py && python tools/five_minutes.py --save=mine.json   # 20 minutes, quiet
-$ python tools/five_minutes.py --check=mine.json         # 100 iterations of each seed again: the same bits?
-$ python tools/five_minutes.py --check=mine.json --all   # all iterations
-$ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6   # other flags are those of train_jax.py
+$ python data/shakespeare_bpe/prepare.py
+$ python tools/five_minutes.py --save=mine.json          # 20 minutes, on a quiet machine
+$ python tools/five_minutes.py --check=mine.json         # repeats 100 iterations of each seed
+$ python tools/five_minutes.py --check=mine.json --all   # repeats all iterations
+$ python tools/five_minutes.py --seeds=1,2 --device=cpu --batch_size=6
 
-The file of a row holds its manifest, and for each seed the iterations, the bits per byte, the
-losses of the log, and digests of the weights after 100 iterations and at the end. On the same kind
-of machine, with the same versions, --check demands the same bits. Elsewhere it demands losses
-within BOUND. Exit code: 0 if the results agree, 1 if not, 2 if the row cannot be checked.
+Other flags, such as --batch_size, are passed to train_jax.py. --save writes a row to a file. The
+file has the manifest of the first run, and for each seed the number of iterations, the bits per
+byte, the losses of the log, and digests of the weights after 100 iterations and at the end.
+
+On the same kind of machine, with the same versions, --check demands the same bits. Elsewhere it
+demands that no loss differs by more than BOUND (jax_run/verify.py). Exit code: 0 if the results
+agree, 1 if not, 2 if the row cannot be checked.
 """
 import argparse
 import os
@@ -51,9 +56,10 @@ def describe(out_dir):
 
 
 def train_beginning(config, flags, one, n):
-    """Trains the first n iterations of a seed again. Returns (digest of the weights; {iteration:
-    loss}; manifest). config: the path of a config file. flags: a list of further flags. one: the
-    part of a row that run returns; names the seed and the learning rate schedule."""
+    """Repeats the first n iterations of a seed's training. Returns (digest of the weights;
+    {iteration: loss}; manifest). config: the path of a config file. flags: a list of further flags.
+    one: the results of the seed, a dict that run() returns. The seed and the learning rate schedule
+    are taken from this dict."""
     with tempfile.TemporaryDirectory() as folder:
         train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
               f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
@@ -63,8 +69,9 @@ def train_beginning(config, flags, one, n):
 
 
 def run(config, seed, flags):
-    """Trains with a seed for as long as the config file says, then its first N_CHECKED iterations
-    again. Returns (the seed's part of a row of the table of machines, a dict; device, a text;
+    """Trains with a seed for as long as the config file says. Then trains the first N_CHECKED
+    iterations (all, if there are fewer) a second time, for a digest of the weights at that point.
+    Returns (the results of the seed, a dict for row['seeds'] in main; the device, a text; the
     manifest). config: the path of a config file. flags: a list of further flags."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
@@ -90,8 +97,8 @@ def cpu_model():
 
 
 def print_row(row):
-    """Prints the table of machines in Markdown with one row. row: the content of the file of a row,
-    as main makes it."""
+    """Prints one machine's row of the table of machines, below the head of the table, in Markdown.
+    row: the dict that main makes, and that --save writes to a file."""
     n_iters = [one['iterations'] for one in row['seeds']]
     bits = [one['bits_per_byte'] for one in row['seeds']]
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')
@@ -102,12 +109,14 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Trains again with each seed of a row of the table of machines, and compares the results with
-    the row. row: the content of the file that --save has written. flags: further flags of
-    train_jax.py, such as --device.
+    """Repeats the runs that a row of the table of machines (docs/lab_log.md#five-minutes) records,
+    one run for each seed, and compares the results with the recorded ones. row: the content of the
+    file that --save has written. flags: further flags of train_jax.py, such as --device. has_all:
+    whether to train all iterations of each run; otherwise trains the first N_CHECKED, or all if a
+    run has fewer.
 
-    Trains all iterations if has_all, else at most the first N_CHECKED. Prints a line for each seed.
-    Returns the exit code: 0 if all results agree, else 1. Raises UserError if the data differ."""
+    Prints what has changed since the row was made, and a line for each seed. Returns the exit code:
+    0 if all results agree, else 1. Raises UserError if the data differ."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0
@@ -143,8 +152,9 @@ def check(row, flags, has_all):
 
 
 def main():
-    """Trains with each seed, and prints a row of the table of machines. With --check, checks a row
-    of that table instead."""
+    """Trains with each seed, and prints the results as a row for the table of machines
+    (docs/lab_log.md#five-minutes). With --check, repeats the runs of a saved row instead, and
+    compares the results with the row, see check."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', default='1337,1338,1339')

@@ -1,6 +1,6 @@
-"""Plans a step of training or decoding for devices that are not here: memory, FLOPs and
-communication, as XLA reports them for the compiled program. `flags` holds the flags of bench_jax.py
-as attributes."""
+"""Plans a step of training or decoding for devices that this machine does not have. Compiles the
+step, and returns its memory, FLOPs and communication as XLA reports them for the compiled program.
+`flags` holds the flags of bench_jax.py as attributes."""
 import functools
 import math
 import re
@@ -62,8 +62,10 @@ def plan_step(flags, config, devices):
 
 def lower_train_step(flags, config, devices):
     """Lowers the step that train_jax.py runs. Returns (the lowered step; {'parameters': tree,
-    'optimizer': tree} of ShapeDtypeStructs with shardings; choices). choices: {name: value}, the
-    chosen kinds of attention and of experts with their reasons, and 'n_params'."""
+    'optimizer': tree} of ShapeDtypeStructs with shardings; choices). choices: {'attention': its
+    implementation and the reason for this choice, a text; 'experts': the way in which experts are
+    computed and the reason, a text, missing in a model without experts; 'n_params': the number of
+    parameters}."""
     # The model, the optimizer and the shapes of the state, as in train_jax.py.
     layout = setup_distributed_training(
         devices, flags.fsdp, flags.tensor, flags.expert, flags.context, flags.zero)
@@ -96,8 +98,9 @@ def lower_train_step(flags, config, devices):
 def lower_decode(flags, config, devices):
     """Lowers the loop of max_new_tokens decode steps for batch_size sequences, as sample_jax.py
     decodes. The loop runs on the first `tensor` * `expert` devices. Returns (the lowered loop;
-    {'parameters': tree, 'cache': tree} of ShapeDtypeStructs with shardings; {'experts': the chosen
-    kind}, or {} for a model without experts)."""
+    {'parameters': tree, 'cache': tree} of ShapeDtypeStructs with shardings; choices). choices:
+    {'experts': the way in which experts are computed, one of EXPERT_WAYS}; {} for a model without
+    experts."""
     layout = setup_distributed_training(
         devices[:flags.tensor * flags.expert], tensor=flags.tensor, expert=flags.expert)
     config = config_for_decoding(config, layout, config.dtype)
@@ -161,7 +164,8 @@ def abstract_decode_params(flags, config, layout):
 
 
 def shard_bytes(tree):
-    """Returns the bytes of one device's shards of a tree of ShapeDtypeStructs."""
+    """Returns the total size in bytes of one device's shards of a tree of ShapeDtypeStructs. Keys
+    of random numbers are not counted."""
     total = 0
     for x in jax.tree.leaves(tree):
         is_array = hasattr(x, 'shape') and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -192,8 +196,8 @@ def count_collectives(text):
 
 
 def bytes_of(shapes):
-    """Returns the bytes of the arrays in a piece of a program's text, such as '(f32[8,2],
-    pred[])'."""
+    """Returns the total size of arrays in bytes. shapes: the dtypes and shapes of the arrays, as
+    they are written in the text of a compiled program, such as '(f32[8,2], pred[])'."""
     n_bits = 0
     for bits, dims in re.findall(r'[a-z]+(\d*)\w*\[([\d,]*)\]', shapes):
         n_bits += int(bits or 8) * math.prod(int(size) for size in dims.split(',') if size)

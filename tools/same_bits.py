@@ -1,12 +1,16 @@
 """Compares what this tree computes with what a commit computes, on this machine, bit for bit.
 
-$ python tools/same_bits.py HEAD~1            # the tree beside that commit, some three minutes
+$ python tools/same_bits.py HEAD~1            # all cases, in some three minutes
 $ python tools/same_bits.py HEAD~1 --only=data_sets,gpt
 
-Each case runs a few commands in a checkout of the commit and in the tree. It keeps numbers and
-digests by name: losses of 20 iterations, sampled texts, bytes of data sets, tensors of exports. The
-last case resumes the commit's runs. Prints the differences by name, with exit code 1 if there are
-any. Bits differ from CPU to CPU and between versions of jax, so that nothing is stored.
+Use this script to check that a change of the code keeps all results. Each case runs a few commands
+twice: with the code of the commit, and with the code of this tree. Both times, the case collects
+values under names: the losses of 20 iterations, sampled texts, digests of data sets and of exported
+tensors. The last case resumes runs that the commit's code has trained. The script prints the names
+with two different values. The exit code is 1 if there are any, else 0.
+
+Each call runs the commit's code again, instead of comparing with stored values, because the bits of
+a result differ between CPUs and between versions of jax.
 """
 import argparse
 import hashlib
@@ -38,7 +42,8 @@ QUESTIONS = ('2 + 2?', 'who was Bach?', 'say hello', 'and then?')
 
 
 class Tree:
-    """A checkout, and the folder for what its commands write."""
+    """A copy of the source code, and the folder into which its commands write. The copy is this
+    tree or a checkout of the commit."""
 
     def __init__(self, path, work):
         self.path = path
@@ -147,8 +152,8 @@ def files(folder):
 
 
 def samples(tree, *args):
-    """Runs sample_jax.py of a Tree. Returns {name: value} of two samples, and of what sample_jax.py
-    writes beside each sample. args: further flags of sample_jax.py."""
+    """Generates two samples with a Tree's sample_jax.py. Returns {name: value} of the samples, and
+    of what sample_jax.py writes beside each sample. args: further flags of sample_jax.py."""
     path = tree.work / 'samples.jsonl'
     path.unlink(missing_ok=True)  # sample_jax.py refuses a file of other flags
     tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',
@@ -211,7 +216,8 @@ def data_sets(tree, inputs):
 
 def gpt(tree, inputs):
     """Trains a GPT-2 with dropout, and samples from it in four ways: in float32; in int8; with
-    drafts; greedily. Returns the losses and samples, {name: value}. inputs: has no effect."""
+    drafts; greedily. Returns the losses and samples, {name: value}. tree: the Tree with the code to
+    run. inputs: has no effect; all cases have the same arguments."""
     out = tree.work / 'out-gpt'
     tree.train(out, *GPT, tree.data('chars'))
     found = losses(out)
@@ -224,8 +230,9 @@ def gpt(tree, inputs):
 
 
 def resumed(tree, inputs):
-    """Trains the GPT of the function gpt in a Tree, but stops after ten iterations and resumes.
-    Returns {name: value} of the losses. inputs: has no effect."""
+    """Trains the same model as gpt(), but stops after ten iterations and resumes. Returns the
+    losses, {name: value}. tree: the Tree with the code to run. inputs: has no effect; all cases
+    have the same arguments."""
     out = tree.work / 'out-resumed'
     tree.train(out, *GPT, tree.data('chars'), '--max_iters=10')
     tree.train(out, '--init_from=resume')
@@ -233,17 +240,19 @@ def resumed(tree, inputs):
 
 
 def float16(tree, inputs):
-    """Trains the model of gpt() in float16 with a loss scale. Returns the losses, {name: value}.
-    inputs: has no effect."""
+    """Trains the same model as gpt(), but in float16 with a loss scale. Returns the losses, {name:
+    value}. tree: the Tree with the code to run. inputs: has no effect; all cases have the same
+    arguments."""
     out = tree.work / 'out-float16'
     tree.train(out, *GPT, tree.data('chars'), '--dtype=float16')
     return losses(out)
 
 
 def qwen(tree, inputs):
-    """Trains a Qwen3 with Muon in a Tree, on the data set with a BPE. Samples from the model and
-    exports the model as a folder and as a GGUF file. Returns {name: value} of the losses, samples
-    and exported tensors. inputs: has no effect."""
+    """Trains a Qwen3 with Muon, on the data set with a BPE. Samples from the model, and exports the
+    model as a folder and as a GGUF file. Returns the losses, samples and exported tensors, {name:
+    value}. tree: the Tree with the code to run. inputs: has no effect; all cases have the same
+    arguments."""
     out = tree.work / 'out-qwen'
     tree.train(out, *QWEN, tree.data('bpe'), '--optimizer=muon')
     found = losses(out)
@@ -257,9 +266,9 @@ def qwen(tree, inputs):
 
 
 def chat(tree, inputs):
-    """Finetunes a Llama by LoRA on packed chats in a Tree, and samples answers. Returns {name:
-    value} of the losses and samples. inputs: the folder of the input files, with the Llama in
-    model/."""
+    """Finetunes a Llama by LoRA on packed chats, and samples answers. Returns the losses and
+    samples, {name: value}. tree: the Tree with the code to run. inputs: the folder of the input
+    files, with the Llama in model/."""
     out = tree.work / 'out-chat'
     tree.train(out, tree.data('packed'), f'--init_from={inputs / "model"}', '--block_size=64',
                '--lora_rank=4', '--quantize=int8')
@@ -269,17 +278,19 @@ def chat(tree, inputs):
 
 
 def sharded(tree, inputs):
-    """Trains the Qwen3 of the function qwen in a Tree, with AdamW on eight devices (fsdp=2,
-    tensor=2) in bfloat16. Returns {name: value} of the losses. inputs: has no effect."""
+    """Trains the same model as qwen(), but with AdamW, on eight devices (fsdp=2, tensor=2) and in
+    bfloat16. Returns the losses, {name: value}. tree: the Tree with the code to run. inputs: has no
+    effect; all cases have the same arguments."""
     out = tree.work / 'out-sharded'
     tree.train(out, *QWEN, *SHARDED, tree.data('bpe'), devices=8)
     return losses(out)
 
 
 def old_runs_go_on(tree, inputs):
-    """Resumes, with the code of a Tree, the runs that the checkout of the commit has trained, and
-    samples from the resumed runs. Returns {name: value} of the losses and samples. inputs: has no
-    effect."""
+    """Resumes three runs that gpt(), qwen() and chat() have trained with the code of the commit to
+    compare with. Trains copies of these runs up to iteration 30, and samples from them. Returns the
+    losses and samples, {name: value}. tree: the Tree with the code that resumes. inputs: has no
+    effect; all cases have the same arguments."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):

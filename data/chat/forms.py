@@ -1,4 +1,5 @@
-"""Reads the forms in which people keep conversations, and decides which messages are taught."""
+"""Reads conversations in the common forms of data sets, such as "messages", ShareGPT's
+"conversations", or "instruction" and "output". Decides which messages count in the loss."""
 import itertools
 from typing import NamedTuple
 
@@ -8,8 +9,9 @@ from jax_flags import UserError, parse_json
 WEIGHTS = ('weight', 'train', 'loss', 'train_on_turn', 'training')
 SYSTEMS = ('system', 'system_prompt')  # keys of a row with the text of a system message
 INPUTS = ('input', 'context')  # keys of a row with a text that is put below the question
-# keys of rows that change what is asked or taught, and are not read: readme.md has functions that
-# make messages of such rows
+# keys that would change the question or the answers of a row. They are not read, so a row with one
+# of them is refused (with "functions" only if it has no "tools"). readme.md has functions that make
+# messages of such rows
 UNREAD = ('history', 'functions', 'rejected_response')
 LABELS = {'true': 1, '1': 1, 'false': 0, '0': 0}  # whether the answers of a row are good ones
 ROLES = {  # ShareGPT's "from"
@@ -23,10 +25,10 @@ QUESTIONS = (*LISTS, 'prompt', 'instruction', 'question')  # keys of what the tw
 
 
 class Example(NamedTuple):
-    """A conversation, or a pair of conversations. Of a pair, the conversation with the chosen
-    answer is the first."""
-    conversations: list[list[dict]]  # the messages of each, as a chat template takes them
-    counted: list[list[int]]  # the numbers of the messages that count, of each
+    """A conversation, or a pair of conversations. In a pair, the conversation with the chosen
+    answer comes first."""
+    conversations: list[list[dict]]  # lists of messages, as a chat template takes them
+    counted: list[list[int]]  # for each conversation, the indices of the messages that count
     form: str  # what the row is, for the user; '' if it is "messages"
     tools: list | None = None  # for the template
     variables: dict | None = None
@@ -113,7 +115,10 @@ def without_nulls(value):
 
 
 def check_all_is_asked(row):
-    """Raises UserError if a row has a text that may belong to the question and was not read."""
+    """Raises UserError if a row has a text in the column 'context', 'instruction', 'system' or
+    'system_prompt', and its reader did not use this column. Such a text may belong to the prompt,
+    and training without it would teach something else. Call this function after the row was read.
+    row: a Row."""
     unread = row.unread()
     for name in ('context', 'instruction', *SYSTEMS):
         if name in unread:
@@ -122,8 +127,10 @@ def check_all_is_asked(row):
 
 
 def parsed(value, name):
-    """Returns `value`, parsed if it is JSON text, because a column of a table or of parquet cannot
-    hold arbitrary objects. Raises UserError if the text cannot be parsed."""
+    """Returns `value`, an entry of a row. If `value` is a text, it must be JSON, and is parsed,
+    because a column of a table or of parquet cannot hold arbitrary objects. An empty or blank text
+    gives None. name: the name of the column, for the message. Raises UserError if any other text is
+    not JSON."""
     if isinstance(value, str):
         return parse_json(value, f'"{name}"') if value.strip() else None
     return value

@@ -45,9 +45,13 @@ class Told(NamedTuple):
     lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
 
     def update(self, row):
-        """Adds 1 to a counter for each text in a row's line of the journal. row: this line, a dict
-        that has lists of texts under the names of the counters, for example {'forms': ['"prompt"
-        and "completion"'], 'columns': ['id'], ...}. A missing list adds nothing."""
+        """Counts the texts of one row. For example, {'forms': ['"prompt" and "completion"'],
+        'columns': ['id', 'date']} adds 1 to one count in the Counter `forms` and 1 to each of two
+        counts in the Counter `columns`.
+
+        row: the row's line of the journal, the file in which read_examples writes a line for each
+        row that is done. The line is a dict, with a list of texts under the name of each Counter. A
+        Counter without a list does not change."""
         for name in self._fields:
             getattr(self, name).update(row.get(name, ()))
 
@@ -168,10 +172,12 @@ def cut_back(journal, files, widths):
 
 
 def encode_row(row, enc):
-    """Returns (a list with the Encoded of each conversation of a row; the row's line of the
-    journal, a dict). The list is empty if the row is left out. The line has the lengths of the
-    conversations, and what Told counts. enc: an HFTokenizer. Raises UserError if the row is not
-    valid."""
+    """Encodes a row of the file. Returns (a list with the Encoded of each conversation of the row;
+    the row's line of the journal, a dict). The list is empty if the row is left out.
+
+    The line has the number of tokens of each conversation, and the texts that the counters of the
+    class Told count, such as the form of the row. enc: an HFTokenizer. Raises UserError if the row
+    is not valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
     example = read_example(json.loads(whole_characters(text)))
@@ -249,15 +255,18 @@ def check_ends(ids, mask, enc):
 
 
 def pack(read, chosen, size, folder, split):
-    """Packs conversations from a Read into rows of `size` tokens, in the files {split}.part.bin and
-    {split}_mask.part.bin of `folder`. chosen: the indices of these conversations in the Read.
-    split: 'train' or 'val'. Returns (ids; mask; number of bytes of the text that counts; a message
-    for the user). ids and mask are the arrays that were written.
+    """Packs conversations from a Read into rows of `size` tokens. Writes the rows to
+    {split}.part.bin and {split}_mask.part.bin in `folder`. chosen: the indices of these
+    conversations in the Read. split: 'train' or 'val'.
 
-    Places the longest conversation first, and each conversation into the fullest row that has space
-    for it. Only a conversation longer than a row is cut. A conversation is left out if no token
-    counts in the part that would remain. The mask is 2 where a conversation or the padding
-    starts."""
+    Returns (ids; mask; n_bytes; a message for the user). ids, mask: the arrays that were written,
+    flattened. n_bytes: the number of bytes of the text that is in the loss.
+
+    Goes through the conversations from the longest to the shortest. Puts each conversation into the
+    fullest row that has space for it. A conversation that is longer than a row is cut to its first
+    `size` tokens. Leaves out a conversation if these tokens have none in the loss; the first token
+    never is in the loss. The mask is 2 where a conversation or the padding starts. Raises UserError
+    if all conversations are left out."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -305,9 +314,9 @@ def copy_chats(read, chosen, folder, split):
     their token ids to {split}.part.bin, their masks to {split}_mask.part.bin. chosen: the indices
     of these conversations in the Read, a range. split: 'train' or 'val'.
 
-    Returns (ids; mask; n_bytes; ''). ids, mask: the arrays that were written. n_bytes: the number
-    of bytes of the text that counts in the loss. '' is the message for the user, in the place where
-    pack returns one."""
+    Returns (ids; mask; n_bytes; ''), the same four values as pack. ids, mask: the arrays that were
+    written. n_bytes: the number of bytes of the text that counts in the loss. '': the message for
+    the user, which is empty because nothing is cut or left out."""
     part = slice(read.slice(chosen[0]).start, read.ends[chosen[-1]])
     found = []
     for array, name in ((read.ids, split), (read.mask, f'{split}_mask')):

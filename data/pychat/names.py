@@ -148,9 +148,9 @@ def in_c(value):
 
 
 def read_names(package=None):
-    """Returns ({name: Named with a sentence}; {all names}) of Python's library, or of a package.
-    package: the folder of the package. If several Nameds have the same name, the first one with a
-    sentence counts."""
+    """Returns ({name: Named}; {all names}) of Python's library, or of a package. The dict has only
+    the names with a usable sentence, see first_sentence. If several objects have the same name, the
+    dict has the first of them that has a sentence. package: the folder of the package."""
     if package:
         root = Path(package).resolve()
         found = from_source(root, root.name)

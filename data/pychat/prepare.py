@@ -6,8 +6,8 @@ $ python data/pystdlib/prepare.py
 $ python data/pychat/prepare.py --tokenizer=data/pystdlib
 Or about a package of your own, by its docstrings (the package is read, not run):
 $ python data/pychat/prepare.py path/to/package --tokenizer=out-mine --out_dir data/mychat
-Saves what data/chat/prepare.py saves, and the conversations (chats.jsonl). The folder tasks gets
-questions for eval_jax.py, in forms that no conversation of the train part has.
+Saves what data/chat/prepare.py saves, and the conversations (chats.jsonl). Also writes questions
+for eval_jax.py into the folder tasks. Their wording differs from all questions of the train part.
 """
 import json
 import math

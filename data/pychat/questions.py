@@ -81,10 +81,12 @@ class Maker:
     the split: 'train', 'val' or 'test'."""
 
     def __init__(self, names, every, library, seed):
-        """Groups the names by what can be asked about them.
+        """Groups the names by the kinds of questions that can be asked about them.
 
-        names: {name: Named} of the names whose Named has a sentence. every: the set of all names,
-        also of those without a sentence. library: the library's name in the answers."""
+        names: {name: Named}, only the names that have a sentence (Named.sentence), the answer to a
+        question about the name. every: the set of all names in the library, with or without a
+        sentence; invented names must not be in it. library: the library's name in the answers.
+        seed: the seed of all random choices."""
         self.names = names
         self.every = every
         self.library = library
@@ -176,8 +178,8 @@ class Maker:
 
     @property
     def example(self):
-        """A name that the model suggests to ask about: shutil.copyfile, or the first name if the
-        names lack it."""
+        """The name that answers to greetings suggest to ask about. It is shutil.copyfile, or the
+        alphabetically first of self.names if they lack shutil.copyfile."""
         known = 'shutil.copyfile'
         return known if known in self.names else min(self.names)
 

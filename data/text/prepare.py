@@ -83,12 +83,15 @@ class Texts:
                 yield self.count(read_blocks(path))
 
     def rows(self, path):
-        """Yields the text of each row of a file. Skips a row without a text, or raises UserError
-        with `strict`. Raises UserError also if no row has had a text so far, and this row lacks the
-        key.
+        """Yields the text of each row of a file. The text of a row is the string under self.key. In
+        JSON, a row may also be a string itself.
 
-        Without `strict`, a row with the text '' yields '': every tenth document goes to val, and
-        this row counts as one."""
+        A row without a text is skipped and counted in n_skipped. A row with the empty text '' is
+        counted there, too, but yields ''. So it counts as a document when every tenth document is
+        put into val. With `strict`, raises UserError for rows of both kinds.
+
+        Always raises UserError if a row lacks the key and no earlier row of the file had a text,
+        because --key is then probably wrong."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
@@ -118,7 +121,12 @@ class Texts:
         self.n_documents += self.n_bytes > n_before
 
     def parts(self):
-        """Yields (is_val; blocks) of each document, or of each part of a document."""
+        """Splits the documents into train and val. Yields (is_val; blocks). blocks: an iterator of
+        strings, which together are a document or a part of one.
+
+        If there are FEW documents or more, every tenth whole document is val. If there are fewer,
+        each document is divided: the first nine tenths of its characters are train, and the rest is
+        val. In this case, the train parts of all documents come first."""
         # Many documents: every tenth as a whole.
         if len(self.sizes) == FEW:
             for i, blocks in enumerate(self.documents()):
@@ -132,9 +140,10 @@ class Texts:
             yield True, clip(blocks, int(n*0.9), n)
 
     def pieces(self):
-        """Yields (text; is_first; is_last; is_val) of each document. A document longer than a
-        million characters is yielded in pieces of this length. Counts the bytes of each split in
-        self.split_bytes."""
+        """Yields (text; is_first; is_last; is_val) for each document, or for each part of a
+        document (see parts). A document or part of more than a million characters is yielded in
+        pieces of at most this length; is_first and is_last mark its first and its last piece.
+        Counts the bytes of each split in self.split_bytes."""
         self.split_bytes = {'train': 0, 'val': 0}
         for is_val, blocks in self.parts():
             is_first = True
@@ -207,9 +216,10 @@ def write_tokens(folder, source, texts, vocabulary, num_threads):
     """Writes the tokens of all texts to train.part.bin and val.part.bin, piece by piece. Returns a
     dict: for 'train' and for 'val' the number of tokens of each piece.
 
-    source: a JSON value that identifies the command. If the last call had the same source and was
-    interrupted, the function continues after the last piece with a number in lengths.part.bin.
-    texts: a Texts. num_threads: the number of threads that tokenize."""
+    After a piece is written, its number of tokens is appended to lengths.part.bin. If an earlier
+    call with the same source was interrupted, this call continues after the last piece in
+    lengths.part.bin. source: a JSON value that identifies the command. texts: a Texts. num_threads:
+    the number of threads that tokenize."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
