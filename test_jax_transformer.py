@@ -472,7 +472,7 @@ def test_no_new_tokens_returns_the_prompts():
 
 
 @pytest.mark.slow
-def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_unless_they_need_32_slots_more():
+def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_for_pieces_and_caches_of_the_same_size():
     config = dataclasses.replace(TINY, block_size=64)
     params = init_params(config)
 
@@ -481,12 +481,15 @@ def test_other_lengths_and_numbers_of_tokens_compile_nothing_new_unless_they_nee
 
     run(30, 8, 5)
     n_prefill, n_decode = jax_generate.prefill_layer._cache_size(), jax_generate.decode._cache_size()
-    for length, max_new_tokens, top_k in ((27, 8, 5), (56, 2, 9), (33, 8, 5), (20, 30, 37)):
+    for length, max_new_tokens, top_k in ((27, 8, 5), (29, 30, 9), (33, 8, 5), (20, 30, 37)):
         run(length, max_new_tokens, top_k)
     assert jax_generate.prefill_layer._cache_size() == n_prefill
     assert jax_generate.decode._cache_size() == n_decode
-    run(4, 40, 5)  # short prompts have pieces of their own
-    assert jax_generate.prefill_layer._cache_size() == n_prefill + 2  # the last layer is a program of its own
+    for n_new, length in enumerate((4, 12, 56), 1):  # shorter and longer prompts have pieces of their own
+        run(length, 60 - length, 5)
+        # the last layer is a program of its own
+        assert jax_generate.prefill_layer._cache_size() == n_prefill + 2 * n_new
+    assert jax_generate.decode._cache_size() == n_decode
 
 
 @pytest.mark.parametrize('options, message', [

@@ -190,7 +190,7 @@ def test_a_second_call_compiles_nothing(run):
     model.generate(['the quick'], **options)
     list(model.stream('the quick', **options))
     jax.monitoring.register_event_duration_secs_listener(lambda event, seconds, **more: durations.append(event))
-    model.generate(['the lazy d'], temperature=0.5, seed=3, **options)
+    model.generate(['the lazy'], temperature=0.5, seed=3, **options)
     list(model.stream('the', top_k=5, **options))
     assert not [event for event in durations if event.startswith('/jax/core/compile/backend_compile')]
     model.generate(['a', 'b'], **options)  # another batch size
