@@ -155,9 +155,11 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
 
 
 def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
-    """Returns change(logits_BxV) if the control is on, else the logits unchanged. A scalar control
-    is always on. A control [B, 1] is on if it is nonzero in at least one row. The compiled program
-    checks this at run time."""
+    """Returns change(logits_BxV) if a control is on, else the logits unchanged.
+
+    control: the value of a setting of sampling, such as top_k. A scalar is always on, because
+    callers do not call this function for a setting that is off. An array [B, 1] is on if at least
+    one row is nonzero. The compiled program checks this at run time."""
     if np.ndim(control) == 0:
         return change(logits_BxV)
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
@@ -319,9 +321,9 @@ def prefill_layer(params: dict, cache: dict, stream: Stream, idx_BxT: Array, pos
                   config: GPTConfig, layer: tuple, is_last: bool) -> tuple[Stream | None, dict]:
     """Adds one piece of the prompts to the cache of one layer. Returns (the Stream into the next
     layer; the layer's new cache). params, cache: those of the layer. stream: the Stream into the
-    layer. idx_BxT, position_BxT: as in prefill. layer: the layer's result of GPTConfig.layer.
-    is_last: whether to return None in place of the Stream; then only the layer's keys and values
-    are computed."""
+    layer. idx_BxT, position_BxT: as in prefill. layer: the tuple that config.layer(i) returns for
+    this layer, layer i. is_last: whether to return None in place of the Stream; then only the
+    layer's keys and values are computed."""
     call = create_call(idx_BxT, position_BxT)
     stream, cache = Block(config, *layer).bind({'params': params})(stream, call, cache)
     return None if is_last else stream, cache

@@ -870,10 +870,12 @@ def release_pages(tensors):
 # Hugging Face folders and nanoGPT
 
 def load_config(path_or_name):
-    """Returns the GPTConfig of a pretrained model. Also opens the files of its weights. A
-    safetensors file is only memory-mapped. A file of torch is read as a whole. path_or_name: as for
-    load_pretrained. Raises UserError for missing or damaged files, and for models that GPT does not
-    compute."""
+    """Returns the GPTConfig of a pretrained model, without the parameters. path_or_name: as for
+    load_pretrained.
+
+    Also opens the weight files, as open_model does, but keeps no tensors. A safetensors file is
+    only memory-mapped. A file of torch is read as a whole. Raises UserError for missing or damaged
+    files, and for models that GPT does not compute."""
     return open_model(path_or_name)[0]
 
 

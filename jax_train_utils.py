@@ -164,10 +164,12 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
     (groups with has_muon in GROUPS) and AdamW for all other parameters, both at the same learning
     rate.
 
-    The optimizer's update() accepts schedule=..., which replaces the `schedule` given here and may
-    be an argument of the compiled step. The tree of the optimizer's state is part of the file
-    format of checkpoints. Gradients are clipped elsewhere, see clip_gradients. Raises UserError for
-    an unknown optimizer."""
+    The optimizer's update() accepts the keyword argument `schedule`, which replaces the `schedule`
+    given here. The training step passes a Schedule there. A Schedule is a pytree and is an argument
+    of the compiled step, so another learning rate does not recompile the step.
+
+    The tree of the optimizer's state is part of the file format of checkpoints. Gradients are
+    clipped elsewhere, see clip_gradients. Raises UserError for an unknown optimizer."""
     check_choice('optimizer', optimizer, CHOICES['optimizer'])
 
     def decay_mask(params):
@@ -193,8 +195,8 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
 
 
 def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
-    """Makes optax.scale_by_learning_rate(default) with one addition: its update() accepts
-    schedule=..., which replaces `default` and may be an argument of the compiled step."""
+    """Makes optax.scale_by_learning_rate(default) with one addition. Its update() accepts the
+    keyword argument `schedule`, which replaces `default`. See create_optimizer_with_schedule."""
     def init(params):
         return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
 

@@ -488,9 +488,10 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
     """Computes a layer's attention. Returns (y_BxTxHxK; the new KV cache, None without a cache).
 
     - With a KV cache: attend_to_cache.
-    - Without a cache, in training: the queries attend to the call's own T tokens, in order. The
-      kernel in config.attention (see choose_attention, jax_devices) masks by index.
-    - Otherwise, and with attention='xla': dot_product_attention, the plain formula.
+    - Without a cache, if call.in_order is True and config.attention is not 'xla': the kernel that
+      config.attention names (see choose_attention, jax_devices). The kernel masks by index, because
+      the call's T tokens are in order, as in training and evaluation.
+    - Without a cache, in all other cases: dot_product_attention, the plain formula.
 
     module: the attention layer, for its config, layer_type and dropout key. kv: the keys and values
     of this call, {name: [B, T, G, K]}, as a cache stores them. qkv_of: a function that returns the
@@ -518,8 +519,10 @@ def attend_to_cache(module: nn.Module, qkv_of: Callable, new_kv: dict, call: Cal
     attention to all that the cache then holds. Returns (y_BxTxHxK, the new cache).
 
     A decode step has few queries, for which the plain formula is best. A piece of a prompt with a
-    long cache (T S >= 2^18) is computed blockwise, without materializing all scores. options: scale
-    and sinks_H of attend, as its other parameters."""
+    long cache (T S >= 2^18) is computed blockwise, without materializing all scores.
+
+    new_kv: the parameter kv of attend. options: the keyword arguments scale and sinks_H of attend.
+    The other parameters are those of attend, too."""
     config, layer_type = module.config, module.layer_type
     held, key_position_BxS, cache = update_kv_cache(
         config, layer_type, cache, new_kv, call.position_BxT)
@@ -567,7 +570,7 @@ def record_attention(module: nn.Module, q_BxTxHxK: Array, k_BxSxGxK: Array, call
     `intermediates`, where look_inside (jax_run/inside.py) reads them.
 
     The probabilities are the result of attend with unit vectors as values, so that masks, caps and
-    sinks apply. options: scale and sinks_H of attend."""
+    sinks apply. options: the keyword arguments scale and sinks_H of attend."""
     B, S, G = k_BxSxGxK.shape[:3]
     unit_BxSxGxS = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, G, S))
     probs_BxTxHxS, _ = attend(

@@ -139,13 +139,15 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of `prompt`, an element of the list that read_prompts returns. In a
-    chat, these are the ids of a whole conversation, which begins with the message of --system, if
-    there is one. If `prompt` is a text, the text follows as a message of the user. If `prompt` is a
-    dict, the messages in it follow.
+    """Returns the token ids of a prompt. Outside a chat, these are the ids of a text.
 
-    conversation: the Chat (jax_apps/terminal.py); None outside a chat. Raises UserError for
-    messages that the chat template refuses."""
+    In a chat, these are the ids of the message of --system, if there is one, followed by the
+    messages of the prompt. A prompt that is a text is one message of the user. A prompt that is a
+    dict contains its messages.
+
+    prompt: an element of the list that read_prompts returns. conversation: the Chat
+    (jax_apps/terminal.py), which has the message of --system; None outside a chat. Raises UserError
+    for messages that the chat template refuses."""
     # a question of a chat; a prompt; or messages, which follow --system
     if isinstance(prompt, str) and conversation:
         return conversation.encode([{'role': 'user', 'content': prompt}])

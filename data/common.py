@@ -1,5 +1,6 @@
 """Shared code of the scripts data/*/prepare.py: flags and signals, tokenizers, writing a data set.
-Importing this file makes the errors of a script one line, with exit code 2."""
+A script that imports this file prints a UserError, a missing package, an error of the disk or a
+lack of memory as one line, not as a traceback. It then exits with code 2 (exit_on_user_error)."""
 import argparse
 import bisect
 import concurrent.futures

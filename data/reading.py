@@ -83,7 +83,9 @@ def numbered(kind, rows):
 
 
 def read_json_rows(path):
-    """Yields (where, row) of the elements of a JSON array, or of the values of JSON lines."""
+    """Yields (where, row) for each element of a JSON array, or for each line of JSON lines. Blank
+    lines are left out. where: the place of the row in the file, a text for error messages, such as
+    'row 7' of an array or 'line 7' of JSON lines. Line 1 is the first line that is not blank."""
     with open_text(path) as file:
         first = next(filter(str.strip, file), '')
         if first.lstrip().startswith('['):

@@ -6,11 +6,12 @@ alone is decoded by its own Decoder. Several rows are decoded by one Decoder: th
 asks for more tokens decodes a chunk for all rows, and the other callers then find their tokens
 ready. So a row joins and leaves between two chunks, and nobody waits for the end of another answer.
 
-The text of a row does not depend on the other rows, because each row has its own random numbers
-(jax_text.py) and its own sampling controls (stack_controls). Two numbers decide the bits of the
-row's logits: the number of rows, and the number of slots of the KV cache that attention reads,
-which depends on the longest row (attend_to_used_slots). If one of them changes, the logits change
-by rounding. Nothing else about the other rows has an influence."""
+Each row has its own random numbers (jax_text.py) and its own sampling controls (stack_controls).
+The other rows can influence a row's text only through the rounding of the row's logits. Another
+rounding can, rarely, change a token. The rounding depends on the number of rows and the padded
+length of the prompts that are prefilled together. In decoding, it depends on the number of rows,
+and on the number of slots of the KV cache that attention reads. The longest row decides this number
+of slots (attend_to_used_slots)."""
 import collections
 import functools
 import math

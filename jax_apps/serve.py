@@ -364,9 +364,14 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes one chunk of each answer in turn, until stop() is called and the answers under way
-        have ended. Before each chunk, the answers to all waiting requests begin, but at most
-        batch_size answers are under way. So the prompts of the new answers are read together."""
+        """Makes the answers in turns. In each turn, the first answer of a queue gets its next
+        chunk, and then goes to the end of the queue. Returns once stop() was called and the answers
+        under way have ended.
+
+        Before each turn, begins the answers to waiting requests, but at most batch_size answers are
+        under way. New answers go to the front of the queue. Those in the shared batch have all
+        joined it before the first of them is decoded. So their prompts can be prefilled
+        together."""
         answers = collections.deque()
         while answers or not self.is_ending:
             new = []

@@ -442,9 +442,12 @@ class Profile:
         self.last = self.first
 
     def start(self, iter_num):
-        """Starts the trace before the sixth iteration of this process. If fewer than three
-        iterations would be left then, starts the trace earlier. Call this method before iteration
-        iter_num."""
+        """Starts the trace if iter_num is the first iteration to trace; else does nothing. Call
+        this method before each iteration.
+
+        The first iteration to trace is usually the sixth of this process. If the run ends too early
+        for that, it is the third-last iteration of the run, or the first one of this process if
+        fewer than three are left. iter_num: the number of the next iteration."""
         if iter_num == self.first:
             jax.profiler.start_trace(self.folder)
             self.is_running = True

@@ -367,9 +367,11 @@ def find_answer(tokenizer, chat, i, text):
     """Finds an answer in `text`, and returns it as an Answer. The answer is message i of the Chat;
     `text` is the rendered Chat.
 
-    Renders the Chat with a mark in place of the answer, to see the text that the template writes
-    around the answer, even if the template rewrites earlier turns. Raises UserError if the answer
-    does not follow the template's generation prompt, for example "<|im_start|>assistant"."""
+    Renders the Chat again, with a mark in place of the answer. The text before and after the mark
+    is the text that the template writes around the answer. Rendering only the messages before the
+    answer would not be enough, because some templates write earlier turns in another way when later
+    messages follow. Raises UserError if it is not clear where the answer is. For example, the
+    answer may not follow the template's generation prompt, such as "<|im_start|>assistant"."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')
@@ -418,14 +420,16 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether two texts before the same answer are equal from the last question to their
-    end. find_answer needs this if the template writes earlier messages in another way when later
-    messages follow.
+    """Returns whether `request` and `before`, two renderings of the messages before an answer, are
+    equal from the text of the last message to their end. Returns False if the last message has no
+    text.
 
-    request: the messages before the answer, rendered as a request for the answer. before: the part
-    of the rendered whole conversation that is before the answer. The two texts may begin
-    differently, because some templates write a system message only into the last turn of a user.
-    question: the message before the answer. If it has no text, returns False."""
+    request: the messages before the answer, rendered alone, with the generation prompt. before: the
+    rendered complete conversation, up to the answer. question: the last message before the answer.
+
+    find_answer calls this function for templates that write a message in another way if later
+    messages follow. For example, some templates write the system message only into the last turn of
+    a user. `request` and `before` then begin differently, although both end alike."""
     asked = question.get('content')
     if not isinstance(asked, str) or not asked.strip():
         return False

@@ -396,13 +396,14 @@ def linear(rope, factor, length):
 
 
 def llama3(rope, factor, length):
-    """Returns the values low and high of RopeScaling for Llama 3. For the arguments see linear."""
+    """Returns the values low and high of RopeScaling for Llama 3. The arguments are those of the
+    function linear() in this file."""
     return {'low': float(rope['low_freq_factor']), 'high': float(rope['high_freq_factor'])}
 
 
 def yarn(rope, factor, length):
     """Returns the values low, high, truncate and amplitude of RopeScaling for YaRN
-    (arXiv:2309.00071). For the arguments see linear."""
+    (arXiv:2309.00071). The arguments are those of the function linear() in this file."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = yarn_mscale(factor)
@@ -425,7 +426,8 @@ def yarn_mscale(factor, mscale=1.0):
 
 def longrope(rope, factor, length):
     """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE. They are right for
-    texts up to the context length of pretraining. For the arguments see linear.
+    texts up to the context length of pretraining. The arguments are those of the function linear()
+    in this file.
 
     Longer texts are not supported: rope_fields limits block_size to this length. In longer texts,
     other factors apply to all positions, also to the keys that a KV cache holds already."""

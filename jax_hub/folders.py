@@ -123,8 +123,9 @@ def path_inside(folder, name):
 # the config.json of a model
 
 def read_config_json(folder):
-    """Returns the content of the config.json of a folder, {} without one. Raises UserError if
-    a size is above its limit in LENGTHS, because such sizes would fill the memory with lists."""
+    """Returns the content of the config.json of a folder, {} without one. Raises UserError if a
+    size in it, such as the number of layers, is above its limit in LENGTHS. Otherwise a wrong size
+    could fill the memory: later code makes lists and tables of these sizes."""
     path = path_inside(folder, 'config.json')
     config = read_json(path, optional=True)
     for part in (config, text_config(config)):

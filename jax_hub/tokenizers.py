@@ -143,11 +143,15 @@ class HFTokenizer:
         """Sets the attributes about the tokens that begin and end a text: start_token, start_text,
         end_token, stop_tokens and special_ids.
 
-        There are two sources: the names bos_token and eos_token of the tokenizer, and the ids in
-        `configs`, the contents of generation_config.json and config.json. If they disagree,
-        start_token and end_token are those of the names; stop_tokens has all end tokens. If no
-        token begins a text, start_token is the end token. size: the number of rows of the model's
-        embedding; ids from `size` on are not taken as start_token or end_token."""
+        There are two sources: bos_token and eos_token of the tokenizer, and the ids bos_token_id
+        and eos_token_id in `configs`. end_token is eos_token, or else the first eos_token_id.
+        start_token is the first one that exists of bos_token, eos_token, bos_token_id and
+        eos_token_id. Tokens that the tokenizer lacks, and ids from `size` on, are passed over.
+        Without any such token, the attribute is None. stop_tokens has the end tokens of both
+        sources.
+
+        configs: the contents of generation_config.json and config.json. size: the number of rows of
+        the model's embedding."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(

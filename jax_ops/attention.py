@@ -389,13 +389,15 @@ def attend_sequence(common, sequence, n, in_loop):
     axes of fold_groups.
 
     common: the Common of the call. n: the number of queries in a block; the last block may have
-    fewer. If T >= 128 n, blocks are larger, a multiple of n queries, because the compiled program
-    contains each block. in_loop: whether the caller runs this function in the body of a loop.
+    fewer. The loop over blocks is unrolled, so the compiled program contains each block. To limit
+    the program to 128 blocks, blocks have a multiple of n queries if T >= 128 n. in_loop: whether
+    the caller runs this function in the body of a loop.
 
-    The backward pass computes each block again, instead of keeping its probabilities in memory.
-    Outside of a loop, XLA would merge the second computation with the first, and keep the
-    probabilities. So jax.checkpoint puts barriers around each block there. A loop needs no
-    barriers, because its forward and its backward pass are two separate loops."""
+    The backward pass computes each block again, instead of keeping its probabilities in memory. If
+    in_loop is False, jax.checkpoint puts barriers around each block. Without the barriers, XLA
+    would merge the second computation of a block with the first, and keep the probabilities. If
+    in_loop is True, no barriers are needed, because the forward pass and the backward pass of the
+    caller's loop are two separate loops."""
     T = sequence.k_GxSxK.shape[1]
     n *= max(1, T // (64 * n))  # at most 128 blocks: each is compiled
     attend = jax.checkpoint(functools.partial(attend_block, common), prevent_cse=not in_loop,
@@ -422,15 +424,16 @@ def attend_sequence(common, sequence, n, in_loop):
 
 
 def attend_piece(common, piece, sequence):
-    """Computes chunked_attention of a piece of one sequence. Returns [G, T Q, K], in the axes of
-    fold_groups. One loop goes over the T queries in blocks of at most 128.
+    """Computes chunked_attention of T consecutive queries of one sequence. Returns [G, T Q, K], in
+    the axes of fold_groups. One loop goes over the T queries in blocks of at most 128.
 
-    Each block is computed against all keys of `sequence`, with a mask for the keys that its queries
-    may not see. Which keys these are depends on piece.first, which is known only at run time, so
-    the compiled program cannot skip them.
+    Each block of queries is computed against all S keys of `sequence`, with a mask for the keys
+    that the block may not see. Which keys these are depends on piece.first, which is known only at
+    run time. So the compiled program cannot skip these keys.
 
-    common: the Common of the call. piece: the Piece. sequence: a Sequence with the queries and keys
-    of the piece only."""
+    common: the Common of the call. piece: the Piece, with the positions of the first query and the
+    first key. sequence: a Sequence with only the T queries, and with S keys. The S keys include
+    every key that one of the queries may see, also keys at earlier positions."""
     G, TQ, K = sequence.q_GxTQxK.shape
     T = TQ // common.Q
     n = math.gcd(T, 128)

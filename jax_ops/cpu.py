@@ -86,10 +86,11 @@ def fusion_barrier(f, *args, asked):
     Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
     weights, or convert the weights to another dtype before the decode loop.
 
-    asked: an array, one of args. f is computed if the first element of `asked` is above the
-    smallest value of the array's dtype. XLA does not know that this condition is always true, for
-    weights, positions and int16 activations. If a float element is NaN or -infinity, the result is
-    NaN."""
+    asked: an array, one of args. The condition of the cond: the first element of `asked` is above
+    the smallest value of its dtype. For weights, positions and int16 activations this is always
+    true, but XLA does not know that, so it keeps the cond. If the condition is false, f is not
+    computed. The result is then NaN for a float `asked` (its first element is NaN or -infinity),
+    and 0 for an integer `asked`."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min
@@ -149,9 +150,9 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     axis, which gives FLOAT_LANES partial sums of t products each. Second, a matmul with ones adds
     up the partial sums of all blocks of a row. The loop has this form for XLA:CPU:
     - FLOAT_LANES is 16, because 16 partial sums fill vector registers. 32 partial sums would be
-      slower, above all in nt_chosen, which has the same loop and also takes float32 weights. A core
-      would at first read only every other cache line of float32 weights
-      (docs/lab_log.md#sixteen-lanes).
+      slower (docs/lab_log.md#sixteen-lanes), above all for float32 weights, which nt_chosen passes
+      to the same loop. With 32 partial sums, the first pass over a block of float32 weights would
+      read only every other cache line, because LLVM makes vectors of 8.
     - t is at most 20, because LLVM does not unroll a longer sum.
     - One reduction sums two rows at a time, row i of the first half of w and row i of the second
       half. XLA would compile a reduction of one operand to a slower library call, and a core reads
@@ -202,11 +203,12 @@ def add_up(products):
 def chosen_rows(w_ExOxI, matrix_R, shape):
     """Returns w_ExOxI[matrix_R], with the last axis reshaped to `shape`: [R, O, *shape].
 
-    The R * O rows of these matrices are gathered one by one, because XLA:CPU fuses such a gather
-    into the loop that reads the result. Slicing whole matrices w[e] instead would be slower
-    (docs/lab_log.md#experts-in-decoding). XLA:CPU would either copy each slice, or fuse the slice
-    into the loop that reads it. LLVM would then load e again for each element, and would not
-    vectorize the loop."""
+    The R * O rows of these matrices are gathered one by one. XLA:CPU fuses this gather into the
+    loop that reads the result, without a copy. The loop loads the index of a row once per row.
+
+    Slices w[e] of whole matrices would be slower (docs/lab_log.md#experts-in-decoding). In some
+    places XLA:CPU would copy each slice. In others it would fuse the slice into the loop, but LLVM
+    would load e again for each element, and would not vectorize the loop."""
     E, O, _ = w_ExOxI.shape
     row_RxO = matrix_R[:, None] * O + jnp.arange(O)
     return w_ExOxI.reshape(E * O, *shape).at[row_RxO].get(mode='promise_in_bounds')

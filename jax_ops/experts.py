@@ -19,10 +19,14 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     [E, ...]. scale_input: whether the weight scales f's input instead of its output. way: how
     blocks of rows are computed, one of EXPERT_WAYS (layers.py).
 
-    On a mesh (expert parallelism) a device has some of the experts. It all-gathers the tokens over
-    the expert axis, computes its own experts, and reduce-scatters the partial sums. With 4 U or
-    more ranks and at least 128 tokens per device, a token is sent only to the ranks of its experts
-    (exchange_tokens)."""
+    On a mesh (expert parallelism) a device has some of the experts. There are three cases:
+    - The tokens are not sharded, because batch_axes finds no even split. Each device computes its
+      own experts for all tokens, and the partial sums are all-reduced.
+    - The expert axis has at least 4 * U ranks, where U is the number of experts per token, and a
+      device has at least 128 tokens. Each token is sent only to the ranks of its experts
+      (exchange_tokens).
+    - Otherwise, the tokens are all-gathered over the expert axis, each device computes its own
+      experts, and the partial sums are reduce-scattered."""
     mix = functools.partial(mix_range, f, scale_input, way)
     mesh = current_mesh()
     if mesh is None:

@@ -218,14 +218,16 @@ class Kernel:
         return self
 
     def gathered(self, dtype, tp):
-        """Returns the result of all_gather_param if the kernel is an array, else the kernel
-        unchanged."""
+        """Returns the kernel all-gathered over fsdp, if it is a Plain. Plain overrides this method,
+        and returns its array, gathered by all_gather_param. Every other Kernel returns itself
+        unchanged. dtype, tp: as in all_gather_param."""
         return self
 
     def can_be_chosen(self, n_rows):
-        """Returns whether choose() accepts n_rows rows of x. The kernel is a stack of matrices [E,
-        I, O]. choose() returns a Chosen, which multiplies each row of x by that matrix of the stack
-        that is chosen for the row."""
+        """Returns whether choose() can be used for n_rows rows of x. Call this method only if the
+        kernel is a stack of matrices [E, I, O], for example of E experts. choose() then returns a
+        Chosen, which multiplies each row of x by its own matrix of the stack, for example the
+        matrix of the row's expert. The base class returns False."""
         return False
 
 
@@ -279,9 +281,11 @@ class Plain(Kernel, struct.PyTreeNode):
 
 
 class Int8(Kernel, struct.PyTreeNode):
-    """A matrix [I, O] quantized to int8 with one scale per output: values [..., O, I] and float32
-    scale [..., O]. An embedding table [V, D] has one scale per token. For CPUs, values may be
-    stored as uint8, see as_uint8."""
+    """A matrix [I, O], or a stack of such matrices, quantized to int8 with one scale per output.
+
+    values: the matrix transposed, [O, I], or a stack [..., O, I]. For CPUs, values may be stored as
+    uint8, see as_uint8. scale: float32 [O] or [..., O]. An embedding table [V, D] is not
+    transposed: values [V, D], with one scale per token, [V]."""
     values: jax.Array
     scale: jax.Array
     n_ranks: int = struct.field(pytree_node=False, default=1)
@@ -460,8 +464,9 @@ def order_by_rank(x, widths, n_ranks):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def computed_in(dtype, f, x):
-    """Computes f(x) in `dtype`, for a linear f that only moves elements. The result and the
-    gradient are in x's dtype."""
+    """Computes f(x) with x cast to `dtype`, and casts the result back to x's dtype. f: a linear
+    function that only moves elements, such as an all-gather. In a smaller dtype, f moves fewer
+    bytes between devices. The gradient is computed in x's dtype, without this cast."""
     return f(x.astype(dtype)).astype(x.dtype)
 
 
@@ -541,12 +546,12 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
       Decoding is limited by reading the weights. x is quantized, each row with one scale, and the
       matmul is in integers, which XLA:CPU computes fast. The rows become int16, because int8 costs
       precision (docs/lab_log.md#int8-matmuls).
-    - x has more rows, and the weights are uint8, as only decoding stores them. Weights and x are
+    - x has more rows, as in the prefill of a prompt, and the weights are uint8. Weights and x are
       converted to bfloat16. bfloat16 represents all values of the weights exactly. On a CPU with
       bfloat16 instructions, a matmul in bfloat16 takes half the time of one in float32
       (docs/lab_log.md#int8-prompts).
-    - x has more rows, and the weights are int8, as always in training. The weights are converted to
-      x's dtype."""
+    - x has more rows, and the weights are int8. The weights are converted to x's dtype. In
+      training, the weights are always int8."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 

@@ -95,8 +95,8 @@ def count_shards(mesh, axes):
 
 def shard_positions(x, axes=('context', 'tensor')):
     """Returns x [B, T, ...]; on a mesh, with its positions sharded over `axes`. This sharding is
-    for x between attention and MLP, where norms and sums need one position at a time (sequence
-    parallelism, arXiv:2205.05198)."""
+    for x between attention and MLP. The operations there, norms and residual additions, treat each
+    position independently of the others (sequence parallelism, arXiv:2205.05198)."""
     return shard(x, BATCH, position_axes(x.shape[1], *axes))
 
 

@@ -147,13 +147,13 @@ class VocabParallel(nn.Module):
     embedding_dim]. The rows of the table are sharded over tp_size ranks. Rank r has the n_rows ids
     from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size). Rows of zeros pad the end.
 
-    - With tp_size=1, as in GPT, calling the layer computes the full result, sharded on the current
-      mesh.
+    - With tp_size=1, as in GPT, calling the layer computes the full result. If the caller has set a
+      mesh, the result is sharded on this mesh. The parameter `weight` is the full table.
     - With tp_size > 1, in custom code (docs/parallelism.md#a-sharded-vocabulary-of-your-own),
       calling the layer computes the part of rank tp_rank, on any device. The parameter `weight` is
       then this rank's rows [n_rows, embedding_dim], as load_weight_shard returns them.
-    - sharded_forward computes the parts of all ranks on a mesh. The parameter `weight` is then the
-      full table.
+    - sharded_forward, also for custom code, computes the full result on the mesh that is passed to
+      it. tp_size and tp_rank have no effect. The parameter `weight` is the full table.
 
     shared_table: the table, if another module has it as a parameter; then there is no `weight`."""
     num_embeddings: int
@@ -219,8 +219,8 @@ class ParallelLMHead(VocabParallel):
     def __call__(self, x_BxTxD: Array, last_B: Array | None = None, *,
                  training: bool = True) -> Array:
         """Returns the logits, float32 [B, T, V]. With tp_size > 1 the logits are those of this
-        rank's ids, [B, T, n_rows]; ids beyond the vocabulary have -inf. last_B: see the class.
-        training: see lm_logits."""
+        rank's ids, [B, T, n_rows]; ids beyond the vocabulary have -inf. last_B: see the class. With
+        last_B, the axis T has length 1. training: see lm_logits."""
         logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
         if self.tp_size == 1:
             return logits
@@ -232,7 +232,8 @@ class ParallelLMHead(VocabParallel):
                         gathered: bool = False) -> Array:
         """Computes the logits on the devices of a mesh (create_mesh). Returns one global array,
         float32 [B, T, num_embeddings]. Each device keeps the logits of its own vocabulary range. If
-        `gathered`, each device gets the whole array instead. last_B: see the class."""
+        `gathered`, each device gets the whole array instead. last_B: see the class. With last_B,
+        the axis T has length 1."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
         if gathered:
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
@@ -240,11 +241,12 @@ class ParallelLMHead(VocabParallel):
 
     def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
                training: bool = True) -> Array:
-        """Computes x @ table.T -> float32 [B, T, n_rows], the part that __call__ and
-        sharded_forward share. Applies soft_cap if there is a cap, then adds the bias if there is
-        one.
+        """Computes x @ table.T, the part that __call__ and sharded_forward share. Applies soft_cap
+        if there is a cap, then adds the bias if there is one. Returns the logits of all positions,
+        float32 [B, T, n_rows]. With last_B, returns the logits of one position of each sequence,
+        float32 [B, 1, n_rows].
 
-        last_B: see the class; None computes the logits of all positions. n_rows: the number of rows
+        last_B: None, or the positions, int32 [B]; see the class. n_rows: the number of rows
         of the table, self.n_rows in __call__ (the rows of this rank) and num_embeddings in
         sharded_forward (the full table). mesh: the mesh of sharded_forward, with the table sharded
         over its axis tensor. If `mesh` is None, computes on the mesh that the caller has set, if

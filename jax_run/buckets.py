@@ -347,12 +347,12 @@ class BucketRun:
     # checkpoints
 
     def write_checksums(self):
-        """Writes checksums.json, {file: [size, CRC-32C]} as the bucket reports them, into the
-        checkpoint that Orbax is about to complete by the object COMMITTED. Uploads the files of the
-        run first, so that a committed checkpoint has its metrics.
+        """Writes checksums.json into the checkpoint that lacks only the object COMMITTED. This file
+        holds {file: [size, CRC-32C]}, as the bucket reports them. Uploads the files of the run
+        first, because a committed checkpoint must have its metrics.
 
-        Orbax calls this method in one process, and drops the checkpoint if this method raises an
-        exception."""
+        Orbax calls this method in one process, before it writes COMMITTED. If this method raises an
+        exception, Orbax drops the checkpoint."""
         self.upload()
         objects = self.folder.list()
         sums = {}

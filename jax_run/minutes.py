@@ -17,9 +17,10 @@ MOVED = 0.02  # the end of a run is moved by at least this share of the iteratio
 
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
-    """Times training steps and an evaluation. Returns max_iters: the number of iterations that the
-    run has made, plus the number that fit into what is left of --minutes, at least one. The minutes
-    begin at clock.started. All processes call this function and get the same number.
+    """Computes max_iters of a run with --minutes: the iterations that are done, plus the iterations
+    that fit into the remaining time. At least one iteration is added, even if none fits. To compute
+    this, times training steps and an evaluation. The minutes begin at clock.started. All processes
+    call this function and get the same number.
 
     state: a TrainState like that of the run; this function uses it up. step: the compiled step.
     make_batch(iteration): returns a batch, or None if none of its tokens counts in the loss.
@@ -60,7 +61,7 @@ def time_of_end(flags, started):
 
 
 def count_fitting(layout, left, seconds, eval_s, eval_interval):
-    """Returns how many iterations fit into `left` seconds, at least one. All processes return the
+    """Returns how many iterations fit into `left` seconds; 1 if none fits. All processes return the
     number that process 0 computes. seconds: the time of an iteration. eval_s: the time of an
     evaluation. eval_interval: the number of iterations between two evaluations."""
     n = 0

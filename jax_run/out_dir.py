@@ -48,9 +48,8 @@ class OutDir:
     def begin(self, run, manifest, bpb_bytes):
         """Begins to write a run. Deletes the checkpoints of a run that is overwritten. Opens the
         checkpoints, metrics.jsonl and wandb. Writes config.json, the tokenizer, and the config.json
-        of a pretrained model. run: a Run. manifest: what open_manifest returns. bpb_bytes: whether
-        the metric bits per byte divides by the bytes of the 'tokens' or of the 'text' (see
-        Data.bpb_bytes)."""
+        of a pretrained model. run: a Run. manifest: what open_manifest returns. bpb_bytes: 'tokens'
+        or 'text', the bytes that the metric "bits per byte" counts (see Data.bpb_bytes)."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))

@@ -12,9 +12,9 @@ from jax_transformer import GPTConfig, init_params
 
 def restore_run(out_dir, which, layout, base):
     """Restores a checkpoint of a run. Returns (config; params; LoRA entry; metadata). Without LoRA,
-    the LoRA entry is None. With LoRA, params are the updates alone. which: 'best' or 'latest'.
-    layout: a Layout or OnHost. base: see move_base; '' keeps the known place of the base model.
-    Raises UserError if there is no checkpoint."""
+    the LoRA entry is None. With LoRA, params are only LoRA's updates (create_updates). which:
+    'best' or 'latest'. layout: a Layout or OnHost. base: see move_base; '' keeps the known place of
+    the base model. Raises UserError if there is no checkpoint."""
     step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
@@ -24,9 +24,9 @@ def restore_run(out_dir, which, layout, base):
 
 def restore_params(out_dir, step, config, meta, layout):
     """Restores the parameters of a checkpoint, sharded as `layout` says. For a LoRA run, restores
-    the updates alone. If the checkpoint has several sets of weights (--ema), restores the last set.
-    config: the model's config. meta: the checkpoint's metadata. Raises UserError if no model can be
-    built from config and meta, or if the checkpoint does not fit that model."""
+    only LoRA's updates. If the checkpoint has several sets of weights (--ema), restores the last
+    set. config: the model's config. meta: the checkpoint's metadata. Raises UserError if no
+    model can be built from config and meta, or if the checkpoint does not fit that model."""
     try:
         params = layout.abstract_state(make_params, config, meta.get('lora'))
     except (OverflowError, TypeError, ValueError) as error:
@@ -37,9 +37,10 @@ def restore_params(out_dir, step, config, meta, layout):
 
 
 def make_params(config, lora):
-    """Makes new parameters of a model; for a LoRA run, makes new updates instead. The caller traces
-    this function to learn their shapes, and computes nothing. lora: the LoRA entry of a checkpoint,
-    None for a model without LoRA."""
+    """Initializes the parameters of a model, or in a LoRA run only LoRA's updates (create_updates).
+    restore_params needs only the shapes of the parameters, so it traces this function without
+    computing them. config: the model's config. lora: the LoRA entry of a checkpoint, None for a
+    model without LoRA."""
     if not lora:
         return init_params(jax.random.key(0), config)
     from jax_train_utils import create_updates  # sampling needs no training

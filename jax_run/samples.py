@@ -68,8 +68,8 @@ class SampleFile:
         self.done[row] = line
 
     def append(self, lines):
-        """Appends the lines of a batch, {(index of the prompt, index of its sample): line}. Each
-        written line also has these two indices and the digest."""
+        """Appends the lines of a batch, {(index of the prompt, index of its sample): line}. Adds
+        three values to each line: the two indices, and the digest of the flags (see the class)."""
         texts = []
         for (number, index), line in lines.items():
             line = {**line, 'index': index, 'number': number, 'flags': self.digest}

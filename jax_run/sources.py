@@ -46,8 +46,12 @@ class Order(NamedTuple):
     n_offsets: int = 0
 
     def locate(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns where each sequence begins in the data, int64 [B]: offset + stride * i for row or
-        window i. numbers: the numbers of the sequences in the stream, int64 [B]."""
+        """Returns where each sequence begins in the data, int64 [B]. numbers: the numbers of the
+        sequences in the stream, int64 [B].
+
+        Sequence k of the stream is read in epoch k // n. It is row or window i = permutation[k % n]
+        of that epoch, and begins at offset + stride * i. The offset and the permutation are those
+        of shuffle_epoch."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -85,9 +89,10 @@ def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
     """Returns the Order of the windows in a text of n_tokens tokens. A window has block_size + 1
     tokens. The last token of a window is the first token of the next window.
 
-    Each epoch has an offset of its own, a random position at which the leftmost window starts. To
-    leave space for more than block_size different offsets, an epoch has one window less than fit
-    into the text. If only one window fits, an epoch has this window."""
+    Each epoch has an offset of its own, a random position at which the leftmost window starts. An
+    epoch has one window less than fit into the text. At least block_size tokens are then left over,
+    so the offset can be any number from 0 to block_size, or more. If only one window fits, an epoch
+    has this window, and the offset can be any position at which it fits."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
@@ -187,10 +192,11 @@ class Windows:
         """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
         all sequences of an iteration, int64. rows: which of these sequences to return.
 
-        Returns a batch as read() does, or None if no target of the whole iteration (all `numbers`)
-        counts. Weights have a mean of 1 over the targets of the whole iteration. So the mean of the
-        weighted losses is the mean over the tokens that count, however the batch is split into
-        micro-batches and over devices."""
+        Returns a batch as read() does, but scales its weights, if there is a mask. The weights then
+        have a mean of 1 over the targets of the whole iteration, that is, of all sequences in
+        `numbers`. So the mean of the weighted losses is the mean over the tokens that count,
+        however the batch is split into micro-batches and over devices. Returns None if the whole
+        iteration has no target that counts."""
         places = self.locate(numbers)
         batch = self.read(places[rows])
         if 'weight' not in batch:
@@ -375,8 +381,10 @@ class Pairs(Windows):
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
         """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
-        all sequences of an iteration. rows: which of these sequences to return. Returns the batch
-        as read() does. Unlike Windows.draw, does not scale the weights."""
+        all sequences of an iteration, int64. rows: which of these sequences to return.
+
+        Returns the batch as read() does. Unlike Windows.draw, does not scale batch['weight'], the
+        weights of the targets in the loss, because scaling would change the margins of DPO."""
         return self.read(self.locate(numbers[rows]))
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
@@ -481,8 +489,8 @@ class Data(NamedTuple):
     sets: list[DataSet]
     train: Windows | Mixture
     token_bytes: np.ndarray | None = None  # bytes of each token id; None: not known
-    # whether bits per byte divides by the bytes of the 'tokens' or of the 'text': 'text' if the
-    # text has other bytes than its tokens
+    # 'tokens' or 'text': the bytes that the metric "bits per byte" counts. It is 'text' if the text
+    # of a split has another number of bytes than its tokens.
     bpb_bytes: str = 'tokens'
 
     def check(self, n_rows: int) -> None:

@@ -1,11 +1,14 @@
-"""Changes the product in small ways, one at a time, and says whether the tests of the module notice:
+"""Makes small changes to the code, one at a time, and says whether the tests notice each change
+(mutation testing):
 
-    python tools/mutants.py                     # all, in about 40 minutes on two cores
-    python tools/mutants.py cache sources       # modules of this table
+    python tools/mutants.py                     # all of MODULES, about 40 minutes on two cores
+    python tools/mutants.py cache sources       # only these keys of MODULES
     python tools/mutants.py step --against=HEAD~20    # with the tests of an earlier commit
 
-A mutant that survives is a behaviour that no test checks. For each mutant, the tests of its module run in a copy of
-HEAD, also the slow tests, up to the first failure. Add mutants where a bug was found."""
+A changed copy of the code is called a mutant. If a mutant survives, it changes a behaviour that no
+test checks. For each mutant, the script runs all test files of its module that MODULES names, also
+the slow tests, in a copy of HEAD. It stops at the first test that fails. Where a bug was found, add
+a mutant to MODULES."""
 import argparse
 import os
 import shutil
@@ -16,7 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 START = 'test_jax_transformer.py'
-MODULES = {  # {module: (file of the product, test files, [(old text, which occurs once, new text)])}
+# {key: (the file to change; its test files; [(old text, which occurs once in the file; new text)])}
+MODULES = {
     'model': ('jax_transformer.py', f'{START} pretrained attention layers experts families', [
         ('jnp.square(x - mean).mean', 'jnp.square(x).mean'),
         ('sinks_GxTQ = jnp.tile(sinks_H.reshape(G, Q), T)', 'sinks_GxTQ = jnp.repeat(sinks_H.reshape(G, Q), T, 1)'),

@@ -1,6 +1,7 @@
 """Plans a step of training or decoding for devices that this machine does not have. Compiles the
 step, and returns its memory, FLOPs and communication as XLA reports them for the compiled program.
-`flags` holds the flags of bench_jax.py as attributes."""
+The functions in this file have a parameter `flags`, an object that has the flags of bench_jax.py as
+attributes."""
 import functools
 import math
 import re
@@ -24,12 +25,20 @@ COLLECTIVES = 'all-gather|all-reduce|reduce-scatter|all-to-all|collective-permut
 
 
 def plan_step(flags, config, devices):
-    """Compiles a step of the model of `config` for `devices`. flags: the flags of bench_jax.py, as
-    attributes.
+    """Compiles a step of the model of `config` for `devices`. flags: an object that has the flags
+    of bench_jax.py as attributes.
 
-    Returns {name: value}: the choices that lower_train_step or lower_decode returns; the seconds of
-    compilation; the memory of one device; and what XLA counts in the program. XLA counts the body
-    of a loop once."""
+    Returns {name: value}:
+    - the choices that lower_train_step or lower_decode returns;
+    - compile_s: the seconds of compilation;
+    - the memory of one device in GB, and whether the step fits into it (`fits`; missing if the
+      size of the device's memory is unknown);
+    - tflop and accessed_gb: the floating-point operations of the program, and the bytes that it
+      reads and writes; missing if the compiler does not report them, as for GPUs;
+    - the number and the megabytes of each kind of collective, see count_collectives.
+
+    Operations, bytes and collectives in the body of a loop are counted once, however often the loop
+    runs. So these numbers are too low for a program with loops."""
     start = time.perf_counter()
     lower = lower_decode if flags.plan == 'decode' else lower_train_step
     lowered, parts, results = lower(flags, config, devices)

@@ -42,8 +42,10 @@ QUESTIONS = ('2 + 2?', 'who was Bach?', 'say hello', 'and then?')
 
 
 class Tree:
-    """A copy of the source code, and the folder into which its commands write. The copy is this
-    tree or a checkout of the commit."""
+    """The source code of one of the two sides that are compared, and a folder for its results.
+
+    path: the folder of the source code, either this repository's working tree or a checkout of the
+    commit to compare with. work: a folder that is made here, into which the commands write."""
 
     def __init__(self, path, work):
         self.path = path
@@ -196,8 +198,8 @@ def data_sets(tree, inputs):
     - rows: of rows.jsonl, JSON lines with a text each, with the model's tokenizer;
     - chats: of chats.jsonl, all conversations as one long text, with the model's tokenizer;
     - packed: of chats.jsonl with --rows=64, whole conversations packed into rows for block_size 64.
-    Returns {path: digest} of their .bin files and tokenizers. inputs: the folder of these files,
-    with the model in model/."""
+    Returns {path: digest} of the .bin files and tokenizers of the five data sets. inputs: the
+    folder with text.txt, rows.jsonl, chats.jsonl and the model (in model/)."""
     text, out = inputs / 'text.txt', tree.work
     commands = {
         'chars': ['text', text, '--tokenizer=char'],

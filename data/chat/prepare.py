@@ -45,13 +45,15 @@ class Told(NamedTuple):
     lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
 
     def update(self, row):
-        """Counts the texts of one row. For example, {'forms': ['"prompt" and "completion"'],
-        'columns': ['id', 'date']} adds 1 to one count in the Counter `forms` and 1 to each of two
-        counts in the Counter `columns`.
+        """Adds to the Counters what is to be told about one row of the file.
 
-        row: the row's line of the journal, the file in which read_examples writes a line for each
-        row that is done. The line is a dict, with a list of texts under the name of each Counter. A
-        Counter without a list does not change."""
+        row: the row's line of the journal, a dict. The journal is the file in which read_examples
+        writes a line for each row that is done. The line has a list of texts under the name of a
+        Counter. Each text adds 1 to its count in this Counter. A Counter without a list in the line
+        does not change.
+
+        For example, {'forms': ['"prompt" and "completion"'], 'columns': ['id', 'date']} adds 1 to
+        one count in `forms`, and 1 to each of two counts in `columns`."""
         for name in self._fields:
             getattr(self, name).update(row.get(name, ()))
 
@@ -255,18 +257,18 @@ def check_ends(ids, mask, enc):
 
 
 def pack(read, chosen, size, folder, split):
-    """Packs conversations from a Read into rows of `size` tokens. Writes the rows to
-    {split}.part.bin and {split}_mask.part.bin in `folder`. chosen: the indices of these
-    conversations in the Read. split: 'train' or 'val'.
+    """Packs conversations into rows of `size` tokens. Writes the rows to {split}.part.bin and
+    {split}_mask.part.bin in `folder`. read: the Read with the conversations. chosen: the
+    indices in `read` of the conversations to pack. split: 'train' or 'val'.
 
     Returns (ids; mask; n_bytes; a message for the user). ids, mask: the arrays that were written,
     flattened. n_bytes: the number of bytes of the text that is in the loss.
 
     Goes through the conversations from the longest to the shortest. Puts each conversation into the
     fullest row that has space for it. A conversation that is longer than a row is cut to its first
-    `size` tokens. Leaves out a conversation if these tokens have none in the loss; the first token
-    never is in the loss. The mask is 2 where a conversation or the padding starts. Raises UserError
-    if all conversations are left out."""
+    `size` tokens. A conversation is left out if no token of it, after this cut, counts in the loss.
+    The first token of a conversation never counts. The mask is 2 where a conversation or the
+    padding starts. Raises UserError if all conversations are left out."""
     lengths = np.diff(read.ends, prepend=0)[chosen]
     counts = [read.mask[read.slice(i)][1:size].any() for i in chosen]
     kept = np.flatnonzero(counts)
@@ -310,9 +312,9 @@ def pack(read, chosen, size, folder, split):
 
 
 def copy_chats(read, chosen, folder, split):
-    """Copies conversations from a Read to the files of a split in `folder`, one after the other:
-    their token ids to {split}.part.bin, their masks to {split}_mask.part.bin. chosen: the indices
-    of these conversations in the Read, a range. split: 'train' or 'val'.
+    """Copies conversations to the files of a split in `folder`, one after the other: their token
+    ids to {split}.part.bin, their masks to {split}_mask.part.bin. read: the Read with the
+    conversations. chosen: the indices in `read`, a range. split: 'train' or 'val'.
 
     Returns (ids; mask; n_bytes; ''), the same four values as pack. ids, mask: the arrays that were
     written. n_bytes: the number of bytes of the text that counts in the loss. '': the message for

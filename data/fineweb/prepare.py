@@ -41,8 +41,9 @@ def read_texts(paths):
             yield row['text']
 
 def val_bytes(batch, documents, n):
-    """Returns the number of bytes of text in the first n tokens of a batch. batch: a list of texts. documents: the ids
-    of each text."""
+    """Returns how many bytes of text the first n tokens of a batch stand for. The n tokens are
+    taken from one text after the other. batch: a list of texts. documents: for each text, an array
+    of token ids. The array begins with the ids `before`, which stand for no bytes."""
     ends = list(itertools.accumulate(map(len, documents)))
     whole = sum(end <= n for end in ends)
     n_bytes = count_bytes(batch[:whole])

@@ -1,7 +1,8 @@
 """
-Prepare conversations about the names of Python's own library, which a small model can learn and a
-program can check. No network is needed. --tokenizer is a model that was trained here, or the data
-set of such a model:
+Prepare questions and answers about the modules, classes, functions and methods of Python's standard
+library, such as "What does shutil.copyfile do?". A small model can learn the answers, and a program
+can check them. No network is needed. --tokenizer names the model to finetune: the out_dir of a run
+of train_jax.py, the data set of that run, or a Hugging Face folder or owner/name:
 $ python data/pystdlib/prepare.py
 $ python data/pychat/prepare.py --tokenizer=data/pystdlib
 Or about a package of your own, by its docstrings (the package is read, not run):

@@ -85,8 +85,8 @@ class Maker:
 
         names: {name: Named}, only the names that have a sentence (Named.sentence), the answer to a
         question about the name. every: the set of all names in the library, with or without a
-        sentence; invented names must not be in it. library: the library's name in the answers.
-        seed: the seed of all random choices."""
+        sentence. The Maker also invents names that do not exist, and never takes one from this set.
+        library: the library's name in the answers. seed: the seed of all random choices."""
         self.names = names
         self.every = every
         self.library = library
@@ -111,7 +111,9 @@ class Maker:
         return self.random.choice(forms[split]).format(text)
 
     def ask_what(self, split, name):
-        """Returns a random question about what a name is."""
+        """Returns a question such as "What is shutil.copyfile?", in a random wording. name: the
+        name to ask about, or its last part; it need not exist. split: 'train', 'val' or 'test'.
+        Each split has its own wordings."""
         if split != 'train':
             return self.ask(WHAT, split, name)
         form = self.random.choice(self.random.choice([ASKED, TOLD, SAID]))
@@ -126,7 +128,8 @@ class Maker:
         return f'{before}{form}{behind}'.format(name)
 
     def about(self, named, split):
-        """Returns the conversation that asks what a name is."""
+        """Returns a conversation of one question about `named`, a Named, and the answer. split:
+        'train', 'val' or 'test'."""
         return [self.ask_what(split, named.name), named.sentence]
 
     def about_part(self, named, split):
@@ -178,7 +181,7 @@ class Maker:
 
     @property
     def example(self):
-        """The name that answers to greetings suggest to ask about. It is shutil.copyfile, or the
+        """An example of a name to ask about, for the answers to greetings: shutil.copyfile, or the
         alphabetically first of self.names if they lack shutil.copyfile."""
         known = 'shutil.copyfile'
         return known if known in self.names else min(self.names)

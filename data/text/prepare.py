@@ -61,7 +61,8 @@ class Texts:
     """The documents of text files and of files of rows. A document is read when it is needed."""
 
     def __init__(self, paths, key, strict):
-        """Reads the first FEW documents, and keeps the number of characters of each.
+        """Reads the first documents, at most `FEW` (20). Keeps the length of each in characters in
+        `sizes`. With fewer documents than `FEW`, parts() divides each document by its length.
 
         key: the key of the text in a row. If `key` is '', a file of rows is read as a text.
         strict: whether a row without a text is refused, instead of skipped."""
@@ -86,9 +87,10 @@ class Texts:
         """Yields the text of each row of a file. The text of a row is the string under self.key. In
         JSON, a row may also be a string itself.
 
-        A row without a text is skipped and counted in n_skipped. A row with the empty text '' is
-        counted there, too, but yields ''. So it counts as a document when every tenth document is
-        put into val. With `strict`, raises UserError for rows of both kinds.
+        A row without a text adds 1 to n_skipped and yields nothing. A row with the empty text ''
+        also adds 1 to n_skipped, but yields ''. This '' counts as a document where parts() puts
+        every tenth document into val. With `strict`, raises UserError for a row without a text
+        and for a row with the empty text.
 
         Always raises UserError if a row lacks the key and no earlier row of the file had a text,
         because --key is then probably wrong."""
@@ -124,9 +126,9 @@ class Texts:
         """Splits the documents into train and val. Yields (is_val; blocks). blocks: an iterator of
         strings, which together are a document or a part of one.
 
-        If there are FEW documents or more, every tenth whole document is val. If there are fewer,
-        each document is divided: the first nine tenths of its characters are train, and the rest is
-        val. In this case, the train parts of all documents come first."""
+        If there are at least `FEW` (20) documents, every tenth document is val as a whole. If there
+        are fewer, each document is divided. The first nine tenths of its characters are train, and
+        the rest is val. In this case, the train parts of all documents come first."""
         # Many documents: every tenth as a whole.
         if len(self.sizes) == FEW:
             for i, blocks in enumerate(self.documents()):
