@@ -1245,9 +1245,9 @@ def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the number of slots to give to a KV cache, at most block_size. needed: the number of
     slots that the cache needs now. longest: the number of slots that it needs at the end.
 
-    The number at the end is `longest`, at most block_size, rounded up by four_per_octave. If this
-    number is at most 2 * round_up_slots(needed), the cache gets all these slots now, and need not
-    grow. Otherwise the cache gets round_up_slots(needed) slots, and grows later."""
+    Let at_end be min(longest, block_size), rounded up by four_per_octave. If at_end is at most
+    2 * round_up_slots(needed), the cache gets at_end slots now, and need not grow. Otherwise the
+    cache gets round_up_slots(needed) slots, and grows later. Both numbers are cut to block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

@@ -79,9 +79,9 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
 
 
 def open_pretrained(path_or_name):
-    """Returns (config, params) as load_pretrained does in float32, but each parameter is a
-    ParameterOnDisk. np.asarray reads the parameter from its file. For an export, which needs only
-    one parameter at a time."""
+    """Returns the same (config, params) as load_pretrained(path_or_name, 'float32'), but reads no
+    weights yet. Each parameter is a ParameterOnDisk, which np.asarray reads from its file in
+    float32. An export uses this function, because it needs only a few parameters at a time."""
     config, sources = open_parameters(path_or_name)
     return dataclasses.replace(config, dtype='float32'), unflatten_dict(sources)
 
@@ -570,8 +570,9 @@ BLOCK_NORM_NAMES = {
 
 
 def deinterleave_rope(n_rows, head_width, rope_width):
-    """Returns row indices for TensorMap.rows, int [n_rows]. The indices reorder the rows of a
-    matrix [n_rows, in]: row indices[i] on disk becomes row i in the order that apply_rope() needs.
+    """Returns an int array `indices` [n_rows], for TensorMap.rows. It reorders the rows of a matrix
+    [n_rows, in] from the order on disk to the order that apply_rope() needs. Row i in the new order
+    is the row with the number indices[i] on disk.
 
     n_rows = heads * head_width. On disk, the last rope_width rows of each head are pairs, such as
     x0 y0 x1 y1. apply_rope() needs the first rows of all pairs, then the second rows: x0 x1 y0

@@ -4,11 +4,11 @@ $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
 With the same flags and seed its numbers are those of train_jax.py (tests/test_nano_jax.py) except
 for last bits, because train_jax.py sums in another order and computes the lr in float32. Left out
-are dropout, checkpoints, bfloat16, sharded and other models. Two ideas: parameters are dicts of
-arrays, which are passed in, and a training step returns new dicts; jax.jit compiles a function, and
-jax.grad makes its gradient. Names give shapes, as in q_BxTxHxK: B sequences; N sequences of an
-iteration; T tokens of a sequence; S tokens that are attended to; D channels; H heads of K channels;
-F channels in the MLP; V tokens of the vocabulary."""
+are dropout, checkpoints, bfloat16, sharded and other models. There are two ideas. First, parameters
+are dicts of arrays. A training step takes such dicts and returns new ones. Second, jax.grad makes
+the gradient of a function, and jax.jit compiles a function. Names give shapes, as in q_BxTxHxK: B
+sequences; N sequences of an iteration; T tokens of a sequence; S tokens that are attended to; D
+channels; H heads of K channels; F channels in the MLP; V tokens of the vocabulary."""
 import argparse, ast, collections, functools, hashlib, itertools, json, math, pathlib, sys, time
 import jax
 import jax.numpy as jnp
@@ -143,8 +143,8 @@ def load_data(folder):
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
-    """Yields starts of windows, without end. An epoch shuffles adjacent windows. It misses tokens
-    only before the first and after the last one. (nanoGPT's random starts miss 1/e of all.)"""
+    """Yields starts of windows, without end. An epoch has adjacent windows in random order, and
+    misses only tokens at the two ends of the data. (nanoGPT's random starts miss 1/e of all.)"""
     n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less: room for the offset
     for epoch in itertools.count():
         rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the random stream of the order

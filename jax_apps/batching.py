@@ -106,8 +106,8 @@ class Batch:
     n_rows rows can then be decoded together. A row gets the same bits however many other rows there
     are, as long as attention reads the same number of slots of the KV cache.
     With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
-    two. After rows have left, a step may compute up to twice as many rows, because shrinking the
-    batch copies its whole state.
+    two. After rows have left, a step may compute up to twice this power of two, because the batch
+    does not shrink at once. To shrink it, its whole state must be copied.
 
     With n_rows=0 or n_rows=1, a row that is alone is decoded by its own Decoder, as without a
     Batch. The compiled program then has one row, and may use drafts (speculative decoding). The
@@ -229,10 +229,13 @@ class Batch:
         """Gives each of `rows` a place in the batch. The caller must first take all other rows out
         of the batch (take_out). Makes the Decoder of the batch if there is none.
 
-        The number of places that `rows` need is n_rows, or with n_rows=0 the number of rows,
-        rounded up to a power of two, at least 2. Resizes the batch to this number if the batch has
-        fewer places than rows, has more than twice this number of places, or has too few columns
-        for a row's tokens."""
+        The batch should have n_places places. If self.n_rows is set, n_places is self.n_rows.
+        Otherwise n_places is len(rows), rounded up to a power of two, at least 2. Resizes the batch
+        to n_places in three cases:
+        - it has fewer places than there are rows;
+        - it has more than 2 * n_places places;
+        - a row needs more columns (one for each token) than the batch has; the batch then gets as
+          many columns as that row needs."""
         n_places = self.n_rows or max(2, power_of_two(len(rows)))
         n_columns = max(row.decoder.state.tokens_BxN.shape[1] for row in rows)
         if self.decoder is None:

@@ -498,11 +498,12 @@ class Server(ThreadingHTTPServer):
         job.events.put(ends)
 
     def make_all(self, job, chunks):
-        """Computes all rows of a Job in a batch of their own, and yields True after each chunk.
+        """Computes all rows of a Job in a batch of their own. Yields True after each chunk;
+        take_turns then goes on with other answers.
 
-        chunks: an iterable that computes a chunk in each step, such as a Generation. The return
-        value of make_all, as `yield from` gives it, is the last item of `chunks`, or None if the
-        client has gone away."""
+        chunks: an iterable that computes a chunk in each step, such as a Generation. The
+        generator's return value, which the caller gets from `yield from`, is the last item of
+        `chunks`. It is None if the client went away, which ends the computation."""
         self.own_batch_is_there = True
         result = None
         try:
@@ -551,9 +552,11 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes the answer to a Job, and yields True after each piece. generation: the answer's
-        Generation. The return value of make_pieces, as `yield from` gives it, is whether the client
-        has stayed to the end.
+        """Decodes the answer to a Job. Yields True after each piece; take_turns then goes on with
+        other answers. generation: the answer's Generation.
+
+        The generator's return value, which the caller gets from `yield from`, is True if the client
+        stayed connected to the end. It is False if the client went away, which ends the decoding.
 
         If the client asked for a stream, puts new text into job.events at most once every PAUSE
         seconds, and at the end. If not, puts the whole text into job.events at the end."""

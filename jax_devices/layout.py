@@ -227,12 +227,14 @@ class SeveralDevices(Layout):
         return jax.tree.map(put, batch)
 
     def find_part(self, local, shape, index):
-        """Returns a device's part of a global array: the device's shard of the batch, with a
-        leading axis of size 1. The global array is [n_data_shards, *shape, *rest], see whole_batch.
+        """Returns the part of a global array that belongs on a device. This part is the device's
+        whole shard of the batch, with a leading axis of size 1: [1, *shape, *rest]. The global
+        array is [n_data_shards, *shape, *rest], see whole_batch.
 
-        local: this process's shards, {shard number: array [*shape, *rest]}. shape: (micro-steps,
-        sequences) of a shard, or (sequences,). index: the slices of the global array that the
-        device holds. The first slice begins at the number of the device's shard."""
+        local: this process's shards, {shard number: array [*shape, *rest]}, where rest is () or
+        (positions,). shape: (micro-steps, sequences) of a shard, or (sequences,); used only
+        by Sharded. index: for each axis of the global array, the slice that the device holds. The
+        first slice begins at the number of the device's shard."""
         return local[index[0].start or 0][None]
 
 
@@ -290,13 +292,15 @@ class Sharded(SeveralDevices):
         return (*first, self.n_data_shards * each, *rest), spec
 
     def find_part(self, local, shape, index):
-        """Returns a device's part of a global array: all sequences of the device's shard of the
-        batch, but only the positions that the device has on the axis context. The global array is
-        [micro-steps, n_data_shards * sequences, *rest], see whole_batch.
+        """Returns the part of a global array that belongs on a device. This part has all sequences
+        of the device's shard of the batch, but only the positions that the device has on the mesh
+        axis context. The global array is [micro-steps, n_data_shards * sequences, *rest], see
+        whole_batch.
 
-        local: this process's shards, {shard number: array [*shape, *rest]}. shape: (micro-steps,
-        sequences) of a shard, or (sequences,). index: the slices of the global array that the
-        device holds. The slice of the sequences determines the number of the device's shard."""
+        local: this process's shards, {shard number: array [*shape, *rest]}, where rest is () or
+        (positions,). shape: (micro-steps, sequences) of a shard, or (sequences,). index: for each
+        axis of the global array, the slice that the device holds. The slice of the axis of
+        sequences determines the number of the device's shard."""
         axis = len(shape) - 1  # of the sequences
         shard_number = (index[axis].start or 0) // shape[-1]
         return local[shard_number][..., *index[axis + 1:]]

@@ -175,11 +175,18 @@ if HANGUP is not None:
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
-    A second signal ends the process at once, except in three cases. During a save, it has no
-    effect. If the first or the second signal is SIGHUP, the second signal has no effect, because a
-    closed terminal sends several signals. In a notebook, where the process must live on, a second
-    signal outside of a save raises KeyboardInterrupt instead, also after SIGHUP. With
-    nothing_to_save, the first signal ends the process. SIGHUP stays ignored under nohup.
+    The first signal asks the loop to save and stop. With nothing_to_save, it ends the script
+    instead, by SystemExit. For a second signal, the first of these cases that applies counts:
+    - During a save, the signal has no effect.
+    - In a notebook, where the process must live on, it raises KeyboardInterrupt, or SystemExit with
+      nothing_to_save.
+    - If the first or the second signal is SIGHUP, the second has no effect, because a closed
+      terminal sends several signals.
+    - Otherwise, it ends the process at once.
+    Under nohup, SIGHUP stays ignored.
+
+    nothing_to_save: whether there is nothing to save yet. train_jax.py sets this attribute to False
+    before its loop begins.
 
     A thread answers each signal with a line on stderr, because Python's own handlers run only in
     the main thread, between two bytecode instructions. So they have to wait until a long call in

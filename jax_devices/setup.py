@@ -206,8 +206,8 @@ def setup_jax_environment(device: str = 'auto',
 
 def lost_accelerator():
     """Returns the text of a warning that the machine has a GPU or TPU, but JAX sees only the CPU.
-    Does not check this; the caller has. The text names JAX's plugins and the command that
-    reinstalls JAX."""
+    The caller must have checked that this is so (finds_accelerator). The text names JAX's plugins
+    and the command that reinstalls JAX."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     names = [f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist]
     extra = 'tpu'

@@ -490,10 +490,10 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 
 def find_lost(tokenizer, chat, ids, counted):
-    """Returns warnings about a conversation, a list of sentences. There is one warning for each
-    kind of content that the template leaves out, because the model would be trained without this
-    content. One more warning is added if `ids`, the tokens of the conversation, do not begin with
-    the prompt of the last counted answer.
+    """Returns a list of warnings about a conversation. Each warning is a sentence. There is one
+    warning for each kind of content that the template leaves out, because the model would be
+    trained without this content. One more warning is added if `ids`, the tokens of the
+    conversation, do not begin with the prompt of the last counted answer.
 
     counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)

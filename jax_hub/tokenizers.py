@@ -247,9 +247,9 @@ class HFTokenizer:
         return chats.encode_training_chat(self, chat, counted)
 
     def find_lost(self, messages, ids, *, counted, tools=None, variables=None):
-        """Returns warnings about training on a conversation, a list of sentences. A warning names a
-        kind of content that the chat template leaves out, or says that the tokens before the last
-        answer are not the prompt that sampling would use. See jax_hub.chats.find_lost.
+        """Returns a list of warnings about training on a conversation. Each warning is a sentence.
+        It names a kind of content that the chat template leaves out, or says that the tokens before
+        the last answer are not the prompt that sampling would use. See jax_hub.chats.find_lost.
 
         messages: the conversation. ids: the token ids of the conversation. counted: the indices of
         the answers that count in the loss, at least one. tools, variables: see Chat."""

@@ -23,8 +23,9 @@ STORAGES = {
 
 
 def read_torch_checkpoint(path):
-    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors.
-    Tensors that shared memory become arrays that share it.
+    """Returns what torch.save wrote to `path`, with read-only numpy arrays in place of tensors. If
+    several tensors used the same memory when they were saved, their arrays use the same memory,
+    too.
 
     Raises UserError for a damaged file, for the format of torch before 1.6, and for a file that
     asks for anything but containers, numbers, strings and tensors."""

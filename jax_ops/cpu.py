@@ -374,8 +374,8 @@ def nt_int16(x_RxI, w_OxI):
 @functools.cache
 def nt_uint8():
     """Returns a JAX primitive that computes x @ w.T for uint8 x and int8 w; the result is int32.
-    Here, x and w are only the left and the right operand. nt_weights_left passes weights, which
-    as_uint8 has stored as uint8, as the left operand, and activations as the right operand.
+    The caller, nt_weights_left, passes weights as x, and activations as w. The weights are uint8
+    because as_uint8 has stored them so.
 
     The primitive is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as
     long. A primitive of its own is needed, because JAX's lowering converts operands of two dtypes

@@ -42,9 +42,10 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
 
     def mix_own(weights, *tokens):
-        """Computes a partial sum of mix_experts for each token: the sum over those u for which this
-        device has the expert expert_PxU[p, u]. All-reduces the partial sums over the mesh axes
-        sum_axes. Returns the result, [P, D].
+        """Computes mix_experts, but adds up only the results of those of a token's U experts that
+        this device has. All-reduces these partial sums over the mesh axes sum_axes, and returns
+        them, [P, D]. If sum_axes lacks the axis 'expert', the caller must still add up what the
+        ranks of this axis return.
 
         weights: the weights of this device's experts. tokens: x_PxD, expert_PxU and weight_PxU."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])

@@ -370,8 +370,9 @@ MOST_CHOSEN = 128
 
 
 class Chosen(Kernel, struct.PyTreeNode):
-    """A kernel that multiplies each row of x by a matrix of its own, x[r] by stack[matrix_R[r]].
-    One loop reads the weights in place. For CPUs only."""
+    """A kernel that multiplies row r of x by the matrix stack[matrix_R[r]]. The loop over the
+    products reads the weights directly from the stack, so the chosen matrices are not copied first.
+    For CPUs only."""
     stack: Any  # an Int8 or Transposed of values [E, O, I]
     matrix_R: jax.Array
 

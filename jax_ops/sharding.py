@@ -164,8 +164,9 @@ def rule_of(name):
 
 
 def shard_params(tree, *, over_replicas=False):
-    """Returns a tree of parameters, gradients or optimizer state; on a mesh, sharded by
-    partition_specs. over_replicas: see partition_specs."""
+    """Shards `tree`, a tree of parameters, gradients or optimizer state, on the current mesh by
+    partition_specs, and returns it. Without a mesh, returns `tree` as it is. over_replicas: see
+    partition_specs."""
     mesh = current_mesh()
     if mesh is None:
         return tree

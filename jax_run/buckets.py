@@ -147,9 +147,10 @@ class Lease:
         self.ended = threading.Event()  # it was given back, or another run has taken it
 
     def wait_until_free(self):
-        """Waits until the lease of another run has expired. Returns the generation (version number)
-        of the object `lock`, which the next holder overwrites, or 0 if there is no such object.
-        Raises UserError if the other run renews its lease meanwhile, because that run is alive."""
+        """Waits until the lease of another run has expired or is given back. Returns the generation
+        (version number) of the object `lock`, which the next holder overwrites, or 0 if there is no
+        such object. Raises UserError if the other run renews its lease during the wait, because
+        that run is alive, or if a third run takes the lease."""
         first = None
         while True:
             text, found = self.read()
@@ -186,9 +187,10 @@ class Lease:
         return probe.updated
 
     def take(self, holder):
-        """Waits until the lease is free, takes it in the name of `holder`, a text, and starts the
-        thread that renews it. Raises UserError if another run renews or takes the lease
-        meanwhile."""
+        """Takes the lease, and starts the thread that renews it. If another run holds the lease,
+        first waits until that lease has expired or is given back. Raises UserError if the other run
+        renews its lease during the wait, because that run is alive, or if another run takes the
+        lease first. holder: a text that names this run in the lease."""
         self.text = f'{holder} ({uuid.uuid4().hex})'
         self.generation = self.wait_until_free()
         self.confirm()

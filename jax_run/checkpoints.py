@@ -462,9 +462,9 @@ def run_of(manager):
 
 
 def add_val_loss(manager, step, val_loss):
-    """Adds val_loss to checkpoint `step` if it was saved without an evaluation. A run that a signal
-    stops saves such a checkpoint. With a loss, the checkpoint can be chosen as the best. All
-    processes call this function. manager: what open_checkpoints returns."""
+    """Adds val_loss to checkpoint `step` if the checkpoint was saved without an evaluation. Such a
+    checkpoint is saved when a signal stops the run. With a loss, the checkpoint can be chosen as
+    the best. All processes call this function. manager: what open_checkpoints returns."""
     run = run_of(manager)
     path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
     if jax.process_index() == 0 and not path.exists():

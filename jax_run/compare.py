@@ -44,9 +44,13 @@ def files_of(folder):
 
 def read_run(folder, x):
     """Returns a dict on the run in a folder: 'folder'; 'flags'; 'points', [(x, train loss, val
-    loss)] of the evaluations; 'unit' of these losses; 'best', the lowest val loss on the present
-    data; 'val_data', a digest of the validation data, or '' if that is not known; 'seconds';
-    'speed', the median of the tokens per second.
+    loss)] of the evaluations; 'unit' of these losses; 'best', see below; 'val_data', a digest of
+    the validation data, or '' if that is not known; 'seconds'; 'speed', the median of the tokens
+    per second.
+
+    'best' is the lowest val loss on the data set that the run used last. Evaluations before the
+    last change of the data do not count (data_since). If there is no evaluation after the change,
+    'best' is the last val loss.
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
     the run has no evaluation."""

@@ -126,8 +126,12 @@ def load_dataset_meta(data_dir):
     - 'max_id', the largest token id; 'train_tokens' and 'val_tokens', the numbers of tokens;
     - 'kind', 'chats' or 'pairs', which have masks; 'row_length', the tokens of a prepared row;
     - 'digests', {file: SHA-256};
-    - 'bytes' and 'token_bytes', {split: number of bytes} of the text and of its tokens.
-    meta.json must have the keys of the first line. Each other key that it lacks has the value None.
+    - 'bytes', {split: number of UTF-8 bytes of the split's text}, for chats only of the text that
+      counts in the loss;
+    - 'token_bytes', {split: number of bytes of text that the split's tokens stand for, added up
+      token by token (load_token_bytes)}.
+    meta.json must have 'vocab_size', 'dtype' and 'tokenizer'. Every other key that is missing in
+    meta.json has the value None in the dict.
 
     A folder with train.bin but no meta.json counts as nanoGPT's: uint16 tokens of GPT-2's BPE.
     Raises UserError for a missing data set, a damaged meta.json, or a meta.pkl without
@@ -156,10 +160,10 @@ def load_dataset_meta(data_dir):
 
 
 def byte_scale(meta, split):
-    """Returns the number of bytes of a split's text, divided by the number of bytes of the split's
-    tokens (see load_token_bytes). The quotient is below 1 if the tokenizer puts a space before each
-    text. meta: what load_dataset_meta returns. split: 'train' or 'val'. If `meta` lacks these
-    numbers, as in older data sets, returns 1."""
+    """Returns the number of bytes of a split's text, divided by the number of bytes that the
+    split's tokens stand for (meta['bytes'] and meta['token_bytes']). The quotient is below 1 if the
+    tokenizer puts a space before each text. meta: what load_dataset_meta returns. split: 'train' or
+    'val'. If `meta` lacks these numbers, as in older data sets, returns 1."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]

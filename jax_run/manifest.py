@@ -17,9 +17,13 @@ path, host or user name.
 | `commit` | the commit of the git checkout, with `+` if files have been changed; None elsewhere |
 | `versions` | the versions of Python and of the libraries that compute |
 | `settings` | the settings of jax that change computed numbers; `XLA_FLAGS` without paths |
-| `devices` | `kind`; `cpu`: features that choose kernels; `number` of devices and of `processes` |
+| `devices` | {'kind', 'cpu', 'number', 'processes'}, see below |
 | `flags` | the flags of the run, with `seed`, without NOT_IN_MANIFEST (paths, names and others) |
-| `dtype`, `attention`, `experts` | as chosen for the present devices |"""
+| `dtype`, `attention`, `experts` | as chosen for the present devices |
+
+The entry `devices` has 'kind', the kind of the devices; 'cpu', the features by which kernels for a
+CPU are chosen (find_cpu); 'number', the number of devices; 'processes', the number of
+processes."""
 import contextlib
 import functools
 import hashlib
@@ -192,8 +196,9 @@ def find_settings():
 def find_changed(known, now):
     """Compares a manifest `known` with a later manifest `now`. Returns what differs as {part:
     {name: [value in known, value in now]}}, such as {'versions': {'jax': ['0.9', '0.10']}}. The
-    parts are the entries 'flags', 'devices', 'versions', 'settings' and 'sources' of a manifest,
-    and 'chosen' for its entries 'dtype', 'attention' and 'experts'.
+    parts 'flags', 'devices', 'versions', 'settings' and 'sources' have the names of entries of the
+    manifest. The part 'chosen' is no entry: it has the differences of the entries 'dtype',
+    'attention' and 'experts'. A part without differences is missing.
 
     Leaves out names that only one manifest has, and the flags in WITHOUT_EFFECT. Does not compare
     the data; find_changes does that."""

@@ -126,9 +126,9 @@ class OutDir:
 
     def record_val_loss(self, iter_num, val_loss):
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
-        checkpoint and the checkpoint was saved without an evaluation. A run that a signal stops
-        saves such a checkpoint. With a loss, the checkpoint can be chosen as the best. Adds nothing
-        if the data changed at iter_num. If the run is in a bucket, first uploads its files,
+        checkpoint and the checkpoint was saved without an evaluation. Such a checkpoint is saved
+        when a signal stops the run. With a loss, the checkpoint can be chosen as the best. Adds
+        nothing if the data changed at iter_num. If the run is in a bucket, first uploads its files,
         metrics.jsonl among them."""
         if self.metrics_log:
             self.folder.upload()

@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The differences that training an interval again has found."""
+    """The differences between a run and a repeated training of one Interval of this run."""
     weights: str  # the first array that differs, and by how much; '' if all bits are the same
     logged: list  # a Logged for each value that differs from metrics.jsonl
 

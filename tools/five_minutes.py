@@ -97,8 +97,8 @@ def cpu_model():
 
 
 def print_row(row):
-    """Prints one machine's row of the table of machines, below the head of the table, in Markdown.
-    row: the dict that main makes, and that --save writes to a file."""
+    """Prints a Markdown table of machines that has one row: the head of the table, then the row of
+    this machine. row: the dict that main makes, and that --save writes to a file."""
     n_iters = [one['iterations'] for one in row['seeds']]
     bits = [one['bits_per_byte'] for one in row['seeds']]
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')

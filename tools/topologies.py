@@ -77,8 +77,9 @@ def cpu_devices(topology, n_devices):
 
 
 def prepare_tpu_compiler():
-    """Sets environment variables that describe a slice of TPUs to libtpu. Without these variables,
-    libtpu would ask the machine."""
+    """Sets environment variables from which libtpu learns what kind of TPU slice to compile for.
+    Without these variables, libtpu would ask the cloud's metadata server, which this machine may
+    not have. Call this function before libtpu is loaded."""
     os.environ['TPU_SKIP_MDS_QUERY'] = '1'
     os.environ['TPU_WORKER_HOSTNAMES'] = 'localhost'
     os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'

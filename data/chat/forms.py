@@ -105,8 +105,9 @@ def for_template(message):
 
 
 def without_nulls(value):
-    """Returns a JSON value without the keys whose values are null. A table has such keys, because a
-    table gives each object the keys of all other objects."""
+    """Returns a JSON value without the keys that have the value null. Such keys come from files of
+    columns, such as parquet. All objects in a column have the same keys there, with null for each
+    key that an object did not have before."""
     if isinstance(value, dict):
         return {key: without_nulls(each) for key, each in value.items() if each is not None}
     if isinstance(value, list):
@@ -128,7 +129,7 @@ def check_all_is_asked(row):
 
 def parsed(value, name):
     """Returns `value`, an entry of a row. If `value` is a text, it must be JSON, and is parsed,
-    because a column of a table or of parquet cannot hold arbitrary objects. An empty or blank text
+    because a column of a CSV or parquet file cannot hold arbitrary objects. An empty or blank text
     gives None. name: the name of the column, for the message. Raises UserError if any other text is
     not JSON."""
     if isinstance(value, str):

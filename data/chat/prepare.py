@@ -177,9 +177,9 @@ def encode_row(row, enc):
     """Encodes a row of the file. Returns (a list with the Encoded of each conversation of the row;
     the row's line of the journal, a dict). The list is empty if the row is left out.
 
-    The line has the number of tokens of each conversation, and the texts that the counters of the
-    class Told count, such as the form of the row. enc: an HFTokenizer. Raises UserError if the row
-    is not valid."""
+    The line has the number of tokens of each conversation, and notes for the user, such as the form
+    of the row. Told.update reads these notes, and counts how often each of them occurs. enc: an
+    HFTokenizer. Raises UserError if the row is not valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
     example = read_example(json.loads(whole_characters(text)))

@@ -197,12 +197,12 @@ def by_split(lengths):
 
 
 def cut_back(files, log, width):
-    """Truncates the open files of an interrupted call to the pieces that are complete. If tokens of
-    these pieces are missing, truncates all files to nothing. Returns the number of pieces that are
-    left.
+    """Prepares the open files of an interrupted run of this script to be continued. Truncates the
+    files behind the last piece that `log` lists, and returns the number of listed pieces. If a file
+    of tokens is shorter than `log` says, as after a power failure, empties all files and returns 0.
 
-    files: the files of tokens, of train and of val. log: the file of lengths, which lists the
-    complete pieces. width: the number of bytes of a token."""
+    files: the files of tokens, of train and of val. log: the file of lengths, with the number of
+    tokens of each piece that was written completely. width: the number of bytes of a token."""
     lengths = np.fromfile(log.name, np.int32)
     ends = [width * int(part.sum()) for part in by_split(lengths).values()]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
