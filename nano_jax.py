@@ -143,8 +143,8 @@ def load_data(folder):
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
-    """Yields starts of windows, without end. An epoch has adjacent windows in random order, and
-    misses only tokens at the two ends of the data. (nanoGPT's random starts miss 1/e of all.)"""
+    """Yields starts of windows, without end. Each epoch cuts the data into windows end to end, in
+    random order. It misses only tokens at the ends of the data (nanoGPT's random starts: 1/e)."""
     n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less: room for the offset
     for epoch in itertools.count():
         rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the random stream of the order

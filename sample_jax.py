@@ -118,7 +118,7 @@ def read_prompt(path, number, line, chat):
     """Returns the prompt in a line of a .jsonl file. A line "some text" or {"prompt": "some text"}
     gives the text. If `chat`, a line may also be {"messages": [...]}, with "tools" and
     "chat_template_kwargs"; it gives the dict with one more key, 'where': the file and line. Raises
-    UserError for any other line. path, number: the file and the number of the line, for
+    UserError for any other line. path, number: the file and the number of the line, for error
     messages."""
     # a line that is not JSON is refused below, like everything else that is not a prompt
     try:

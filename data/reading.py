@@ -85,7 +85,8 @@ def numbered(kind, rows):
 def read_json_rows(path):
     """Yields (where, row) for each element of a JSON array, or for each line of JSON lines. Blank
     lines are left out. where: the place of the row in the file, a text for error messages, such as
-    'row 7' of an array or 'line 7' of JSON lines. Line 1 is the first line that is not blank."""
+    'row 7' of an array or 'line 7' of JSON lines. Blank lines at the beginning of the file are not
+    counted; later ones are."""
     with open_text(path) as file:
         first = next(filter(str.strip, file), '')
         if first.lstrip().startswith('['):

@@ -151,9 +151,9 @@ class Batch:
 
     def read_prompts(self):
         """Prefills the KV caches of the rows that have joined since the last call. Prompts of
-        similar length are computed together, except those with a prefix in a PrefixCache. If n_rows
-        is set, each prompt is computed alone, because the bits of a row must not depend on the
-        other rows."""
+        similar length are prefilled together. A prompt with a prefix in a PrefixCache is prefilled
+        alone. If the Batch has a fixed number of rows (n_rows), every prompt is prefilled alone, so
+        that a row gets the same bits whatever the other rows are."""
         groups = collections.defaultdict(list)
         for i, row in enumerate(self.rows):
             unread = row.decoder.unread

@@ -154,7 +154,7 @@ def read_sampling(body, sampling):
 
 
 class End(NamedTuple):
-    """What is known of one row of an answer when that row has ended."""
+    """The end of one sample of an answer. A request may ask for several samples."""
     text: str  # all of it
     finish_reason: str  # 'stop' or 'length'
     n_prompt: int  # tokens

@@ -186,7 +186,8 @@ def add_up(products):
     Returns a list of two sums, float32 [1, rows] each.
 
     products: the two arrays. The callers nt_bfloat16_row and nt_chosen multiply x by the rows of w,
-    element by element; each array has the products of one half of the rows.
+    element by element. The first array has the products of x and the first half of the rows of w,
+    the second array those of x and the second half.
 
     The sum has two steps, for the reasons in nt_bfloat16_row. First, one reduction sums both arrays
     over `terms`. Second, for each array, a matmul with ones sums over `blocks` and `lanes`."""

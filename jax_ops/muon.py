@@ -78,9 +78,8 @@ def polar_express_gram(x_MxIxO):
 
 def normalize(x_MxIxO):
     """Divides each of M matrices x by the square root of the Frobenius norm of x x^T, an upper
-    bound of the largest singular value of x.
-
-    Returns (x; x x^T), both of the divided matrices."""
+    bound of the largest singular value of x. Returns (x; x x^T), where x is the matrices after the
+    division."""
     gram_MxIxI = matmul_f32(x_MxIxO, x_MxIxO.swapaxes(1, 2))
     norm = jnp.linalg.norm(gram_MxIxI, axis=(1, 2), keepdims=True) + 1e-16
     return x_MxIxO / jnp.sqrt(norm), gram_MxIxI / norm

@@ -222,9 +222,9 @@ def quiet_orbax():
 
 
 def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the checkpoint in `folder` that is complete
-    except for its final name. Then waits until the checkpoint's files and metrics.jsonl are on the
-    disk.
+    """Writes checksums.json, {file: CRC-32}, into the one checkpoint that has all its files, but
+    not yet its final name. Then waits until the checkpoint's files and metrics.jsonl are on the
+    disk. folder: the folder of all checkpoints of the run.
 
     Orbax calls this function in one process, before it renames the checkpoint, and drops the
     checkpoint if this function raises an exception."""

@@ -55,8 +55,8 @@ def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock
 
 
 def time_of_end(flags, started):
-    """Returns the time.perf_counter() at which a run that began at `started` should end, except for
-    its last save."""
+    """Returns the time.perf_counter() at which a run that began at `started` should stop training.
+    The rest of its --minutes is for the last save."""
     return started + 60 * flags['minutes'] * (1 - FOR_SAVES)
 
 

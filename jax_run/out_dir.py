@@ -145,8 +145,8 @@ class OutDir:
     def saved_on_failure(self, what, iter_num, state, best_val_loss):
         """Saves a checkpoint if the with block fails, before the error ends the run. For example,
         memory may run out, wandb may be unreachable, or data may be truncated. Saves nothing after
-        NotFinite. Saves nothing if there are several processes, because the other processes wait
-        for the failed one.
+        NotFinite. Saves nothing if there are several processes: all of them must take part in a
+        save, but the others wait for the failed one in a collective operation.
 
         what: what the block does, for the message. state: the TrainState after iter_num
         iterations."""

@@ -178,8 +178,8 @@ def fit_sizes(sizes, given, n_devices, n_embd):
     run on n_devices devices. If the product of `sizes` divides n_devices, returns `sizes`.
     Otherwise:
     - a size with its name in `given` stays;
-    - an fsdp above 1 that is not in `given` becomes as large as the remaining devices and the width
-      n_embd allow: the greatest common divisor of both;
+    - an fsdp above 1 that is not in `given` becomes the greatest common divisor of two numbers: the
+      width n_embd, and n_devices divided by the sizes that stay;
     - every other size becomes 1.
 
     sizes: the sizes that the flags of the run ask for. given: the flags that the user gave with the

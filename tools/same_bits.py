@@ -166,9 +166,9 @@ def samples(tree, *args):
 
 
 def tensors(path):
-    """Returns {name: digest} of the tensors of an exported folder or GGUF file. Includes the
-    content of config.json and tokenizer.json of a folder, and digests of the fields of a GGUF
-    file."""
+    """Returns {name: digest} of the tensors of an exported folder or GGUF file. For a folder, the
+    result also has the content of config.json and of tokenizer.json, as it is. For a GGUF file, the
+    result also has the digest of each field."""
     if path.is_dir():
         from safetensors.numpy import load_file
         found = {}
