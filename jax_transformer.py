@@ -528,17 +528,18 @@ def attend_to_cache(module: nn.Module, qkv_of: Callable, new_kv: dict, call: Cal
         config, layer_type, cache, new_kv, call.position_BxT)
     mask_BxTxS = attention_mask(config, layer_type, call, key_position_BxS)
     T, S = mask_BxTxS.shape[1:]
+    is_long = T < S and T * S >= 2**18
+    formula: Callable = blockwise_attention if is_long else dot_product_attention
 
-    def attend_by(formula, held, mask_BxTxS):
+    def attend_to(held, mask_BxTxS):
         kv = read_cache(held, config.dtype)
         return formula(*qkv_of(kv), mask_BxTxS, cap=config.attention_cap, **options)
 
-    if T < S and T * S >= 2**18:
+    if is_long:
         # padding at the end of a prompt sees no key, so that its blocks are skipped
         mask_BxTxS &= (call.position_BxT < PAD)[:, :, None]
-        return attend_by(blockwise_attention, held, mask_BxTxS), cache
-    attend_plainly = functools.partial(attend_by, dot_product_attention)
-    return attend_to_used_slots(attend_plainly, held, mask_BxTxS), cache
+        return attend_to(held, mask_BxTxS), cache
+    return attend_to_used_slots(attend_to, held, mask_BxTxS), cache
 
 
 def attention_span(config: GPTConfig, layer_type: str) -> int:

@@ -424,7 +424,7 @@ class Server(ThreadingHTTPServer):
             return ready[0]
 
     def answer(self, job):
-        """Makes the answer to a Job. Yields True after each chunk; take_turns then goes on with
+        """Makes the answer to a Job. Yields True after each chunk; take_turns then continues with
         other answers. An answer in the shared batch also yields True once before its prompt is
         prefilled. Other new answers can then join the batch, and their prompts may be prefilled
         together with this one.
@@ -552,7 +552,7 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes the answer to a Job. Yields True after each piece; take_turns then goes on with
+        """Decodes the answer to a Job. Yields True after each piece; take_turns then continues with
         other answers. generation: the answer's Generation.
 
         The generator's return value, which the caller gets from `yield from`, is True if the client

@@ -56,14 +56,22 @@ def write_tokenizer(description, folder):
 def write_template(folder, template):
     """Writes a chat template, a text, into a folder that write_tokenizer has filled, in place of
     the templates there."""
-    for name in TEMPLATES:
-        path = os.path.join(folder, name)
-        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    remove_templates(folder)
     path = os.path.join(folder, 'tokenizer_config.json')
     settings = read_json(path)
     settings.pop('chat_template', None)
     write_json(path, settings)
     write_text(os.path.join(folder, 'chat_template.jinja'), template)
+
+
+def remove_templates(folder):
+    """Removes the files of chat templates from a tokenizer's folder, if there are any."""
+    for name in TEMPLATES:
+        path = os.path.join(folder, name)
+        if os.path.isdir(path):
+            shutil.rmtree(path)
+        elif os.path.exists(path):
+            os.remove(path)
 
 
 def copy_tokenizer(description, folder):
@@ -76,9 +84,7 @@ def copy_tokenizer(description, folder):
         return
     tokenizer = HFTokenizer(source, is_copy=description.get('is_copy', False))
     os.makedirs(folder, exist_ok=True)
-    for name in TEMPLATES:  # left by an earlier tokenizer
-        path = os.path.join(folder, name)
-        shutil.rmtree(path) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
+    remove_templates(folder)  # left by an earlier tokenizer
     if tokenizer.hf is None:
         for name in ('tokenizer.json', 'tokenizer_config.json'):
             shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))

@@ -145,7 +145,7 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     must not be None.
 
     Each row of w is multiplied by x, element by element, and the I products of the row are then
-    summed in two steps. First, the products are cut into blocks of t * FLOAT_LANES products, where
+    summed in two steps. First, the products are split into blocks of t * FLOAT_LANES, where
     t is float_lane_terms(I). A block is reshaped to [t, FLOAT_LANES] and summed over its first
     axis, which gives FLOAT_LANES partial sums of t products each. Second, a matmul with ones adds
     up the partial sums of all blocks of a row. The loop has this form for XLA:CPU:
@@ -333,8 +333,8 @@ def int16_sums(x, w):
     """Computes (x * w).sum(-1) -> int32 [..., O], for int16 x [..., 1, I] and int8 or uint8 w [...,
     O, I]. int16_lane_terms(I) must not be None.
 
-    The I products of x with a row of w are summed in two steps. First, the products are cut into
-    blocks of t * INT_LANES products, where t is int16_lane_terms(I). A Python loop over t sums each
+    The I products of x with a row of w are summed in two steps. First, the products are split into
+    blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop over t sums each
     block to INT_LANES partial sums of t products each. Second, a reduction adds up the partial sums
     of all blocks of a row. The reduction takes two rows at a time, as in nt_bfloat16_row; on a
     mesh, one row at a time.

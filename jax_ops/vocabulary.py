@@ -232,7 +232,7 @@ class ParallelLMHead(VocabParallel):
                         gathered: bool = False) -> Array:
         """Computes the logits on the devices of a mesh (create_mesh). Returns one global array,
         float32 [B, T, num_embeddings]. Each device keeps the logits of its own vocabulary range. If
-        `gathered`, each device gets the whole array instead. last_B: see the class. With last_B,
+        `gathered`, each device gets the full array instead. last_B: see the class. With last_B,
         the axis T has length 1."""
         logits = self.logits(x_BxTxD, last_B, self.num_embeddings, mesh)
         if gathered:

@@ -214,12 +214,24 @@ def edit_tensors(folder, changes):
     save_file({name: x for name, x in tensors.items() if x is not None}, folder / 'model.safetensors')
 
 
+@contextlib.contextmanager
+def restored_handlers():
+    """The signal handlers of this process are afterwards as they were: those that a script sets, and its pipe."""
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+        if (pipe := signal.set_wakeup_fd(-1)) >= 0:
+            os.close(pipe)  # ends the thread that reads it
+
+
 def run_script(script, *args):
     """Runs a script in this process, which saves the start of another one. Returns what a shell would see of it."""
     out, err = io.StringIO(), io.StringIO()
-    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    with (pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
-          pytest.raises(SystemExit) as end):
+    with (restored_handlers(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out),
+          contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end):
         patch.setattr(sys, 'argv', [script, *map(str, args)])
         patch.setattr(sys, 'excepthook', sys.excepthook)
         patch.syspath_prepend((ROOT / script).parent)  # as the interpreter does
@@ -231,10 +243,6 @@ def run_script(script, *args):
             sys.excepthook(*sys.exc_info())  # as the interpreter would; the script has installed its own hook
             sys.exit(1)
         sys.exit()
-    for signum, handler in handlers.items():  # which StopSignal has set, and a pipe
-        signal.signal(signum, handler)
-    if (pipe := signal.set_wakeup_fd(-1)) >= 0:
-        os.close(pipe)  # ends the thread that reads it
     return subprocess.CompletedProcess([script, *args], end.value.code or 0, out.getvalue(), err.getvalue())
 
 

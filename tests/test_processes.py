@@ -390,10 +390,6 @@ def test_a_script_leaves_handlers_and_streams_as_they_were(flags, tmp_path, monk
     def seen():
         return [signal.getsignal(signum) for signum in STOP_SIGNALS], sys.stdout, sys.stderr
 
-    # a script that an earlier test ran in this process may have left its own
-    signal.set_wakeup_fd(-1)
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     before = seen()
     for max_iters in (1, 2):
         args = [*flags, f'--out_dir={tmp_path}', '--init_from=auto', f'--max_iters={max_iters}']

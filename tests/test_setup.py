@@ -3,7 +3,6 @@ import importlib.metadata
 import os
 import platform
 import runpy
-import signal
 import subprocess
 import sys
 import types
@@ -19,7 +18,7 @@ from jax_devices.setup import (
     can_cache_on_cpu, check_device_availability, configure_process, cpu_name, default_dtype, device_peak_flops,
     enable_compilation_cache, finds_accelerator, setup_jax_environment)
 from jax_flags import UserError
-from tests.common import ROOT, start
+from tests.common import ROOT, restored_handlers, start
 
 # -----------------------------------------------------------------------------
 # devices
@@ -85,11 +84,8 @@ def test_freed_memory_is_reused_without_page_faults():
 
 @pytest.fixture
 def handlers():
-    """The signal handlers of this process are afterwards as they were."""
-    saved = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    for signum, handler in saved.items():
-        signal.signal(signum, handler)
+    with restored_handlers():
+        yield
 
 
 @pytest.mark.parametrize('script', ['train_jax.py', 'sample_jax.py', 'bench_jax.py'])
