@@ -247,6 +247,11 @@ class Batch:
         for row in rows:
             if row.place is None:
                 self.put(row)
+        # a free place has one token: attention reads as many slots as the longest row has
+        state = self.decoder.state
+        is_free_B = [row is None for row in self.places]
+        length_B = np.where(is_free_B, np.int32(1), state.length_B)
+        self.decoder.state = state.replace(length_B=commit(length_B, self.decoder.params))
         self.decoder.controls = stack_controls(
             [row and row.decoder.controls for row in self.places])
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jax_generate
+import jax_apps.batching
 from jax_apps.batching import Batch
 from jax_flags import TextSampling, UserError
 from jax_generate import Prompts, start_rows
@@ -161,6 +162,21 @@ def test_with_one_number_of_rows_bits_do_not_depend_on_the_company(name, how, fi
         np.testing.assert_array_equal(result.tokens, found[0].tokens)
         np.testing.assert_array_equal(result.logprobs, found[0].logprobs)
         np.testing.assert_array_equal(result.sampling_logprobs, found[0].sampling_logprobs)
+
+
+def test_a_row_that_has_left_holds_no_slots_that_attention_would_read(model, monkeypatch):
+    monkeypatch.setattr(jax_apps.batching, 'CHUNK', 2)
+    batch = Batch()
+    rows = [begin(model, batch, max_new_tokens=n_new) for n_new in (3, 8, 8, 8)]
+    for row in rows:
+        next(row)
+    for _ in rows[0]:  # to its end
+        pass
+    for _ in range(2):  # at least one chunk without it
+        next(rows[1])
+    lengths = np.array(batch.decoder.state.length_B)
+    assert [length for length, row in zip(lengths, batch.places) if row is None] == [1]
+    assert min(length for length, row in zip(lengths, batch.places) if row) > len('the fox')
 
 
 def test_the_first_token_is_there_at_once_while_others_go_on_by_one(model):
