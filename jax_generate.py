@@ -873,8 +873,18 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
         return decoder
     decoder.unread = Unread(tokens_BxT, length_B)
     if prefix_cache is not None:
-        n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :length_B[0] - 1])
-        decoder.unread = decoder.unread._replace(n_held=n_held, least_width=64)
+        n_prompt = int(length_B[0]) - 1
+        n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :n_prompt])
+        # at least 16, so that a chat compiles fewer programs
+        least_width = 16
+        # held tokens that save no time are computed again: the prompt can then be prefilled
+        # together with others
+        n_left = n_prompt - n_held
+        width = piece_length(n_prompt, least_width)
+        is_one_piece = n_prompt <= width
+        if n_left and is_one_piece and piece_length(n_left, least_width) == width:
+            n_held = 0
+        decoder.unread = decoder.unread._replace(n_held=n_held, least_width=least_width)
     if reads:
         decoder.read_prompts()
     return decoder

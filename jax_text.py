@@ -5,10 +5,10 @@
     print(model.generate(['Once upon a time'], max_new_tokens=100)[0])
 """
 import bisect
-import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import secrets
 import sys
 import zlib
@@ -296,25 +296,33 @@ class TextModel:
         batch = Batch(batch_size)
         sampling = dataclasses.replace(sampling, **changes)
         waiting = enumerate(requests)
-        answers = collections.deque()  # unfinished ones
+        answers = []  # unfinished ones
         while True:
-            # a new answer begins before the others go on
-            new = next(waiting, None) if len(answers) < batch_size else None
-            if new is not None:
-                answers.appendleft(self.make_answer(*new, sampling, batch))
+            # all new answers join the batch before the others go on
+            new = []
+            for number, request in itertools.islice(waiting, batch_size - len(answers)):
+                answer = self.make_answer(number, request, sampling, batch)
+                next(answer)
+                new.append(answer)
+            answers = [*new, *answers]
             if not answers:
                 return
-            answer = answers.popleft()
-            finished = next(answer)
-            if finished is None:
-                answers.append(answer)
-            else:
-                yield finished
+            # each answer gets a chunk
+            unfinished = []
+            for answer in answers:
+                finished = next(answer)
+                if finished is None:
+                    unfinished.append(answer)
+                else:
+                    yield finished
+            answers = unfinished
 
     def make_answer(self, number, request, sampling, batch):
-        """Generates the answer to a request of serve. Yields None after each chunk, and at the end
-        the answer, a dict. number: the index of the request. sampling: a TextSampling with the
-        options that the request does not set. batch: the Batch that decodes the answer."""
+        """Generates the answer to a request of serve. Yields None once the answer has joined the
+        batch, and after each chunk but the last. Then yields the answer, a dict.
+
+        number: the index of the request. sampling: a TextSampling with the options that the request
+        does not set. batch: the Batch that decodes the answer."""
         if not isinstance(request, dict):
             request = {'prompt': request}
         names = [field.name for field in dataclasses.fields(TextSampling)]
@@ -327,9 +335,12 @@ class TextModel:
         generation = Generation(
             self, [self.encode(prompt)], dataclasses.replace(sampling, **changes),
             first_sample=request.get('first_sample', 0), logprobs=True, batch=batch)
+        generation.begin()
+        yield None
         with contextlib.closing(iter(generation)) as chunks:
             for _ in chunks:
-                yield None
+                if not generation.decoder.is_over:  # else the answer makes room at once
+                    yield None
         answer = {'number': number, **generation.describe(0)}
         if not isinstance(prompt, str):
             from jax_hub.chats import final_answer
@@ -599,13 +610,13 @@ class Generation:
                     self.result = decoder.advance(n_new)
                 self.laps.append(clock.lap())
                 self.read_texts()
-                yield self
-
                 # continue the rows that have not met a stop text
-                clock.lap()
                 if any(self.stopped):
                     with layout.mesh_context():
                         decoder.end_rows(self.stopped)
+                yield self
+
+                clock.lap()
                 if decoder.is_over:
                     return
                 n_new = self.choose_chunk()

@@ -47,9 +47,8 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Adds tokens to the row and returns the GenerationResult so far. The result has at most
-        n_new more tokens than the previous result, unless the batch has already decoded more for
-        the row."""
+        """Adds tokens to the row and returns the GenerationResult so far. If the row is alone, the
+        result has at most n_new more tokens than the previous result."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated
@@ -136,7 +135,7 @@ class Batch:
 
         If the row is alone, or cannot share a batch, its own Decoder decodes up to n_new tokens. If
         it shares the batch, it gets the tokens that its caller has not seen yet. If there are no
-        such tokens, first decodes a chunk for all rows of the batch."""
+        such tokens, first decodes a chunk for all rows of the batch (decode)."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         self.read_prompts()
@@ -145,7 +144,7 @@ class Batch:
             self.take_out(row)
             return row.decoder.advance(n_new)
         if row.n_generated == row.n_read:
-            self.decode(shared, n_new)
+            self.decode(shared)
         return copy_result(
             row.decoder.state, row.decoder.n_columns, row.decoder.sampling.max_new_tokens)
 
@@ -188,16 +187,17 @@ class Batch:
         self.places = []
         self.decoder = None
 
-    def decode(self, rows, n_new):
-        """Adds a chunk of tokens to each of `rows`: at most n_new and at most CHUNK tokens. If
-        there is only one process, and every step so far took longer than SLOW_STEP, a chunk is one
-        token."""
+    def decode(self, rows):
+        """Adds a chunk of at most CHUNK tokens to each of `rows`. The chunk is one token if a row
+        has no token yet, so that its first token is there soon. The chunk is also one token if
+        there is only one process, and every step so far took longer than SLOW_STEP."""
         # the others make room
         for other in self.rows:
             if other not in rows:
                 self.take_out(other)
         is_slow = self.fastest > SLOW_STEP and jax.process_count() == 1
-        n_new = min(n_new, 1 if is_slow else CHUNK)
+        is_first = any(row.n_generated == 0 for row in rows)
+        n_new = 1 if is_first or is_slow else CHUNK
         try:
             self.place_rows(rows)
             n_end_B = np.zeros(len(self.places), np.int32)

@@ -12,11 +12,11 @@ in its turn, a chunk is decoded for all rows of the batch. The other rows then f
 ready in their own turns. A request for several answers, or with echo, has a batch of its own.
 
 Standard library only; JAX and the model are behind jax_text. Limits: docs/models.md#serve"""
-import collections
 import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import queue
 import re
 import secrets
@@ -49,6 +49,7 @@ SILENCE = 5  # seconds after which a connection without a request is closed: it 
 PATIENCE = 30  # seconds without a byte of a request after which its client counts as gone
 PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
 WAITING = 15  # seconds after which a stream that waits says so: nginx ends a silent one after 60
+RETURN = 0.03  # seconds in which a client asks again after an answer, if it does so at once
 LINGER = 1  # seconds without a byte from a client before its connection is closed
 
 # what the page may do: nothing but its own script and style, and requests to this server
@@ -364,29 +365,35 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes the answers in turns. In each turn, the first answer of a queue gets its next
-        chunk, and then goes to the end of the queue. Returns once stop() was called and the answers
-        under way have ended.
+        """Makes the answers in rounds. In each round, every answer gets its next chunk. Returns
+        once stop() was called and the answers under way have ended.
 
-        Before each turn, begins the answers to waiting requests, but at most batch_size answers are
-        under way. New answers go to the front of the queue. Those in the shared batch have all
+        Before each round, begins the answers to waiting requests, but at most batch_size answers
+        are under way. New answers are the first in the round. Those in the shared batch have all
         joined it before the first of them is decoded. So their prompts can be prefilled
         together."""
-        answers = collections.deque()
+        answers = []
+        n_ended = 0  # answers that ended in the last round
         while answers or not self.is_ending:
             new = []
+            ended_at = time.monotonic()
             while len(answers) + len(new) < self.batch_size:
-                job = self.next_job(waits=not answers and not new)
+                # the clients of the answers that have ended may ask again at once: prompts that
+                # are prefilled together take less time
+                seconds = 0
+                if not answers and not new:
+                    seconds = math.inf
+                elif len(new) < n_ended:
+                    seconds = ended_at + RETURN - time.monotonic()
+                job = self.next_job(seconds)
                 if job is None:
                     break
                 answer = self.answer(job)
                 if next(answer, None):
                     new.append(answer)
-            answers.extendleft(reversed(new))
-            if answers:
-                answer = answers.popleft()
-                if next(answer, None):
-                    answers.append(answer)
+            n_before = len(answers) + len(new)
+            answers = [answer for answer in [*new, *answers] if next(answer, None)]
+            n_ended = n_before - len(answers)
 
     def stop(self):
         """Makes run() return once the answers under way have ended. Is called from another
@@ -408,14 +415,16 @@ class Server(ThreadingHTTPServer):
             self.jobs.append(job)
             self.changed.notify()
 
-    def next_job(self, waits):
+    def next_job(self, seconds):
         """Removes from the queue the first Job that can begin, and returns that Job. A Job that is
         decoded by itself (has_own_batch) cannot begin while another such Job is under way. Returns
-        None if no Job can begin, or if stop() was called. waits: whether to wait while the queue is
-        empty."""
+        None if no Job can begin, or if stop() was called. seconds: how long to wait while the queue
+        is empty."""
+        end = time.monotonic() + seconds
         with self.changed:
-            while waits and not self.jobs and not self.is_ending:
-                self.changed.wait(1)  # on Windows a longer one would hold back Ctrl-C
+            while not self.jobs and not self.is_ending and time.monotonic() < end:
+                # on Windows a longer wait would hold back Ctrl-C
+                self.changed.wait(min(1, end - time.monotonic()))
             ready = [job for job in self.jobs
                      if not (job.has_own_batch and self.own_batch_is_there)]
             if self.is_ending or not ready:
@@ -552,8 +561,8 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes the answer to a Job. Yields True after each piece; take_turns then continues with
-        other answers. generation: the answer's Generation.
+        """Decodes the answer to a Job. Yields True after each piece but the last; take_turns then
+        continues with other answers. generation: the answer's Generation.
 
         The generator's return value, which the caller gets from `yield from`, is True if the client
         stayed connected to the end. It is False if the client went away, which ends the decoding.
@@ -569,7 +578,8 @@ class Server(ThreadingHTTPServer):
                 if job.is_stream and time.monotonic() - shown_at >= PAUSE:
                     shown_at = time.monotonic()
                     n_shown = self.show(job, text, n_shown)
-                yield True
+                if not generation.decoder.is_over:  # else the answer makes room at once
+                    yield True
         self.show(job, text, n_shown)
         return True
 

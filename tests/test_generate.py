@@ -254,6 +254,20 @@ def test_a_text_that_leaves_the_kept_one_in_the_middle_is_computed_right(window,
     np.testing.assert_array_equal(result.tokens, last_result(config, other, 6).tokens)
 
 
+@pytest.mark.parametrize('n_text, first', [(12, 0), (40, 37), (1100, 1097)])
+def test_what_is_held_is_computed_again_only_if_that_takes_no_longer(n_text, first, prefilled):
+    config = dataclasses.replace(ROPE, block_size=2048, n_layer=1)
+    prefix_cache = PrefixCache()
+    text = random_tokens(1, n_text)
+    last_result(config, text[:, :-3], 2, prefix_cache=prefix_cache)
+    prefilled.clear()
+    other = text.copy()
+    other[0, -3:] = (other[0, -3:] + 1) % 37
+    result = last_result(config, other, 2, prefix_cache=prefix_cache)
+    assert prefilled[0][0][0] == first
+    np.testing.assert_array_equal(result.tokens, last_result(config, other, 2).tokens)
+
+
 @pytest.mark.slow
 def test_an_interrupted_text_leaves_a_cache_that_can_be_used(prefilled):
     config = dataclasses.replace(ROPE, block_size=64)

@@ -614,14 +614,43 @@ def test_of_eight_clients_half_hang_up_and_the_others_have_their_answers(of_run)
     assert is_well(of_run)
 
 
+def test_clients_that_ask_again_at_once_are_waited_for(monkeypatch):
+    monkeypatch.setattr(jax_apps.serve, 'RETURN', 30)
+    server = Server('127.0.0.1', 0)
+    events = []
+
+    def enter(name, seconds):
+        job = types.SimpleNamespace(name=name, has_own_batch=False, is_gone=lambda: False)
+        threading.Timer(seconds, server.enter, [job]).start()
+
+    def answer(job):
+        events.append(f'{job.name} begins')
+        yield True
+        if job.name == 'long':
+            yield True
+        elif job.name in 'ab':
+            enter(2 * job.name, {'a': 0.05, 'b': 0.1}[job.name])
+        events.append(f'{job.name} ends')
+        if job.name == 'long':
+            server.stop()
+
+    monkeypatch.setattr(server, 'answer', answer)
+    for name in ('a', 'b', 'long'):
+        server.jobs.append(types.SimpleNamespace(name=name, has_own_batch=False, is_gone=lambda: False))
+    server.take_turns()
+    server.server_close()
+    assert events == ['a begins', 'b begins', 'long begins', 'a ends', 'b ends', 'aa begins', 'bb begins', 'aa ends',
+                      'bb ends', 'long ends']
+
+
 @pytest.fixture
 def batches(monkeypatch):
     """How many answers have had a chunk together, chunk by chunk."""
     sizes, decode = [], Batch.decode
 
-    def record(self, rows, n_new):
+    def record(self, rows):
         sizes.append(len(rows))
-        decode(self, rows, n_new)
+        decode(self, rows)
 
     monkeypatch.setattr(Batch, 'decode', record)
     return sizes
@@ -800,12 +829,16 @@ def test_after_many_requests_and_hang_ups_a_server_has_what_it_had_before(finish
             list(clients.map(be_client, numbers))
 
     n_requests = pytestconfig.getoption('--requests')
-    # twice: the last programs, for numbers of rows that are seldom met, are compiled in the second round
-    for _ in range(2):
+    # until all programs are compiled: some numbers of rows are seldom met
+    memory = 0
+    for _ in range(10):
+        before = memory
         send_all(range(n_requests))
-    wait_for('the end of the answers', lambda: is_well(server), process)
-    time.sleep(1)
-    threads, descriptors, memory = usage(process)
+        wait_for('the end of the answers', lambda: is_well(server), process)
+        time.sleep(1)
+        threads, descriptors, memory = usage(process)
+        if memory < before + 5:
+            break
     send_all(range(n_requests))
     # 200 connections that say nothing: others come in again after SILENCE
     with contextlib.ExitStack() as silent:
