@@ -170,7 +170,8 @@ class Layout:
     def n_losses(self):
         """The number of mean losses that the devices compute for a micro-batch: one on each device
         if has_own_losses, else one for all devices together. In float16, the scale of the loss is
-        divided by this number."""
+        divided by this number, so that the scaled losses of all devices add up to one mean. A loss
+        that is split over more devices then does not overflow earlier."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):

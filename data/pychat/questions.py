@@ -1,4 +1,7 @@
-"""Makes questions about names, and their answers: forms, invented names, conversations."""
+"""Makes conversations about the names of Python modules, classes, functions and methods.
+
+A question fills a form, such as 'what does {} do?', with a name. Some names are invented; the
+answer then says that there is no such name."""
 import collections
 import itertools
 import random

@@ -1,6 +1,6 @@
 """
-Prepare Python's own standard library with a BPE of its own. These few MB of code are on every machine that can run
-this, so no network is needed. Or train on a code base of your own:
+Prepares the source code of Python's standard library as training data, with a BPE tokenizer that is trained on this
+code. No network is needed: a few MB of code come with every Python. Prepares a code base of your own by:
 $ python data/pystdlib/prepare.py path/to/code --out_dir data/mycode --tokenizer=bpe:4096
 Saves train.bin and val.bin with the ids, meta.json that says how to read them, and the folder tokenizer.
 """
