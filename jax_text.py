@@ -298,7 +298,7 @@ class TextModel:
         waiting = enumerate(requests)
         answers = []  # unfinished ones
         while True:
-            # all new answers join the batch before the others go on
+            # all new answers join the batch before the others continue
             new = []
             for number, request in itertools.islice(waiting, batch_size - len(answers)):
                 answer = self.make_answer(number, request, sampling, batch)

@@ -333,10 +333,10 @@ def int16_sums(x, w):
     """Computes (x * w).sum(-1) -> int32 [..., O], for int16 x [..., 1, I] and int8 or uint8 w [...,
     O, I]. int16_lane_terms(I) must not be None.
 
-    The I products of x with a row of w are summed in two steps. First, the products are split into
-    blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop over t sums each
-    block to INT_LANES partial sums of t products each. Second, a reduction adds up the partial sums
-    of all blocks of a row. The reduction takes two rows at a time, as in nt_bfloat16_row; on a
+    Each dot product of x with a row of w has I terms, summed in two steps. First, the terms are
+    split into blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop over t sums
+    each block to INT_LANES partial sums of t terms each. Second, a reduction adds up the partial
+    sums of all blocks of a row. The reduction takes two rows at a time, as in nt_bfloat16_row; on a
     mesh, one row at a time.
 
     XLA compiles the Python loop and the reduction to one loop. If the first step were a reduction,

@@ -58,3 +58,17 @@ def pytest_generate_tests(metafunc):
     if 'sweep_case' in metafunc.fixturenames:
         share = metafunc.module.SHARES[metafunc.function.__name__]
         metafunc.parametrize('sweep_case', range(round(share * metafunc.config.getoption('--sweep'))))
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """How many answers have had a chunk together, chunk by chunk."""
+    from jax_apps.batching import Batch  # here, because most tests need no model
+    sizes, decode = [], Batch.decode
+
+    def record(self, rows):
+        sizes.append(len(rows))
+        decode(self, rows)
+
+    monkeypatch.setattr(Batch, 'decode', record)
+    return sizes

@@ -19,7 +19,6 @@ import pytest
 
 import jax_apps.serve
 import jax_text
-from jax_apps.batching import Batch
 from jax_flags import TextSampling
 from jax_hub.chats import SECONDS
 from jax_apps.serve import BODY_BYTES, Server
@@ -641,19 +640,6 @@ def test_clients_that_ask_again_at_once_are_waited_for(monkeypatch):
     server.server_close()
     assert events == ['a begins', 'b begins', 'long begins', 'a ends', 'b ends', 'aa begins', 'bb begins', 'aa ends',
                       'bb ends', 'long ends']
-
-
-@pytest.fixture
-def batches(monkeypatch):
-    """How many answers have had a chunk together, chunk by chunk."""
-    sizes, decode = [], Batch.decode
-
-    def record(self, rows):
-        sizes.append(len(rows))
-        decode(self, rows)
-
-    monkeypatch.setattr(Batch, 'decode', record)
-    return sizes
 
 
 @pytest.mark.parametrize('n_requests', [30, slow(None)])
