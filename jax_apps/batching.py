@@ -59,9 +59,14 @@ class Row:
         self.decoder.end_rows(is_over_B)
 
     @property
+    def has_unread(self):
+        """Whether the row has tokens that its caller has not seen."""
+        return self.n_generated > self.n_read
+
+    @property
     def is_over(self):
         """Whether the row has ended and its caller has seen all tokens."""
-        return self.decoder.is_over and self.n_read == self.n_generated
+        return self.decoder.is_over and not self.has_unread
 
     def close(self):
         """Leaves the batch."""
@@ -133,17 +138,17 @@ class Batch:
     def advance(self, row, n_new):
         """Gives a Row more tokens, and returns its GenerationResult.
 
-        If the row is alone, or cannot share a batch, its own Decoder decodes up to n_new tokens. If
-        it shares the batch, it gets the tokens that its caller has not seen yet. If there are no
-        such tokens, first decodes a chunk for all rows of the batch (decode)."""
+        These are the tokens that the caller of the row has not seen yet. If there are none, decodes
+        first: a chunk for all rows of the batch (decode), or, with the row's own Decoder, up to
+        n_new tokens for a row that is alone or cannot share a batch."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
-        self.read_prompts()
-        shared = [other for other in self.rows if other.is_shared]
-        if row not in shared or len(shared) == 1 and self.n_rows <= 1:
-            self.take_out(row)
-            return row.decoder.advance(n_new)
-        if row.n_generated == row.n_read:
+        if not row.has_unread:
+            self.read_prompts()
+            shared = [other for other in self.rows if other.is_shared]
+            if row not in shared or len(shared) == 1 and self.n_rows <= 1:
+                self.take_out(row)
+                return row.decoder.advance(n_new)
             self.decode(shared)
         return copy_result(
             row.decoder.state, row.decoder.n_columns, row.decoder.sampling.max_new_tokens)

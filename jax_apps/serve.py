@@ -12,6 +12,7 @@ in its turn, a chunk is decoded for all rows of the batch. The other rows then f
 ready in their own turns. A request for several answers, or with echo, has a batch of its own.
 
 Standard library only; JAX and the model are behind jax_text. Limits: docs/models.md#serve"""
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -232,11 +233,19 @@ class Job:
         # batch of its own
         self.has_own_batch = self.n_rows > 1 or self.echo
 
-        # the answer
+        # the answer; its steps (Server.answer), and its Row in the shared batch, are those of the main
+        # thread
+        self.steps = None
+        self.row = None
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self.events = queue.Queue()  # its pieces, then a Refusal or the list of Ends
         self.ends = None
+
+    @property
+    def has_tokens(self):
+        """Whether the next step of the answer finds its tokens ready, and decodes no chunk."""
+        return self.row is not None and self.row.has_unread
 
     def is_gone(self):
         """Returns whether the client has closed its connection."""
@@ -365,35 +374,49 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes the answers in rounds. In each round, every answer gets its next chunk. Returns
-        once stop() was called and the answers under way have ended.
+        """Makes the answers in turns. In each turn, the first answer of a queue gets its next
+        chunk, and then goes to the end of the queue. Returns once stop() was called and the answers
+        under way have ended.
 
-        Before each round, begins the answers to waiting requests, but at most batch_size answers
-        are under way. New answers are the first in the round. Those in the shared batch have all
-        joined it before the first of them is decoded. So their prompts can be prefilled
-        together."""
-        answers = []
-        n_ended = 0  # answers that ended in the last round
-        while answers or not self.is_ending:
-            new = []
-            ended_at = time.monotonic()
-            while len(answers) + len(new) < self.batch_size:
-                # the clients of the answers that have ended may ask again at once: prompts that
-                # are prefilled together take less time
-                seconds = 0
-                if not answers and not new:
-                    seconds = math.inf
-                elif len(new) < n_ended:
-                    seconds = ended_at + RETURN - time.monotonic()
-                job = self.next_job(seconds)
-                if job is None:
-                    break
-                answer = self.answer(job)
-                if next(answer, None):
-                    new.append(answer)
-            n_before = len(answers) + len(new)
-            answers = [answer for answer in [*new, *answers] if next(answer, None)]
-            n_ended = n_before - len(answers)
+        Before a turn in which a chunk must be decoded, begins the answers to waiting requests.
+        These answers go to the front of the queue, so that each waits for at most one chunk."""
+        jobs = collections.deque()  # those with an answer under way
+        n_ended = 0  # answers that ended since others could begin
+        while jobs or not self.is_ending:
+            if not (jobs and jobs[0].has_tokens):
+                jobs.extendleft(reversed(self.begin_answers(len(jobs), n_ended)))
+                n_ended = 0
+            if not jobs:
+                continue
+            job = jobs.popleft()
+            if next(job.steps, None):
+                jobs.append(job)
+            else:
+                n_ended += 1
+
+    def begin_answers(self, n_under_way, n_ended):
+        """Begins the answers to waiting requests, so that at most batch_size answers are under way.
+        Returns their Jobs. The answers in the shared batch have all joined it before the first of
+        them is decoded, so that their prompts can be prefilled together.
+
+        n_under_way: how many answers are under way. If there are none, waits for a request. n_ended:
+        how many answers have just ended. Waits up to RETURN seconds for as many requests, because
+        the clients of these answers may ask again at once."""
+        begun = []
+        ended_at = time.monotonic()
+        while n_under_way + len(begun) < self.batch_size:
+            seconds = 0
+            if n_under_way + len(begun) == 0:
+                seconds = math.inf
+            elif len(begun) < n_ended:
+                seconds = ended_at + RETURN - time.monotonic()
+            job = self.next_job(seconds)
+            if job is None:
+                break
+            job.steps = self.answer(job)
+            if next(job.steps, None):
+                begun.append(job)
+        return begun
 
     def stop(self):
         """Makes run() return once the answers under way have ended. Is called from another
@@ -460,6 +483,7 @@ class Server(ThreadingHTTPServer):
                 streaming=True, logprobs=bool(job.wants_logprobs), **shared)
             if not job.has_own_batch:
                 generation.begin()
+                job.row = generation.decoder
                 yield True  # others may begin before the prompt is read
             has_stayed = yield from make(job, generation)
             if has_stayed:

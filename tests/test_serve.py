@@ -20,6 +20,7 @@ import pytest
 import jax_apps.serve
 import jax_text
 from jax_flags import TextSampling
+from jax_generate import Decoder
 from jax_hub.chats import SECONDS
 from jax_apps.serve import BODY_BYTES, Server
 from jax_text import Generation, load
@@ -613,21 +614,31 @@ def test_of_eight_clients_half_hang_up_and_the_others_have_their_answers(of_run)
     assert is_well(of_run)
 
 
+def waiting_job(name):
+    return types.SimpleNamespace(name=name, has_own_batch=False, has_tokens=False, is_gone=lambda: False)
+
+
 def test_clients_that_ask_again_at_once_are_waited_for(monkeypatch):
     monkeypatch.setattr(jax_apps.serve, 'RETURN', 30)
     server = Server('127.0.0.1', 0)
-    events = []
+    events, jobs = [], []
 
     def enter(name, seconds):
-        job = types.SimpleNamespace(name=name, has_own_batch=False, is_gone=lambda: False)
+        job = waiting_job(name)
         threading.Timer(seconds, server.enter, [job]).start()
 
     def answer(job):
         events.append(f'{job.name} begins')
+        jobs.append(job)
         yield True
-        if job.name == 'long':
-            yield True
-        elif job.name in 'ab':
+        for n_left in [1, 0] if job.name == 'long' else [0]:
+            if not job.has_tokens:  # a chunk for all answers
+                for other in jobs:
+                    other.has_tokens = True
+            job.has_tokens = False
+            if n_left:
+                yield True
+        if job.name in 'ab':
             enter(2 * job.name, {'a': 0.05, 'b': 0.1}[job.name])
         events.append(f'{job.name} ends')
         if job.name == 'long':
@@ -635,7 +646,7 @@ def test_clients_that_ask_again_at_once_are_waited_for(monkeypatch):
 
     monkeypatch.setattr(server, 'answer', answer)
     for name in ('a', 'b', 'long'):
-        server.jobs.append(types.SimpleNamespace(name=name, has_own_batch=False, is_gone=lambda: False))
+        server.jobs.append(waiting_job(name))
     server.take_turns()
     server.server_close()
     assert events == ['a begins', 'b begins', 'long begins', 'a ends', 'b ends', 'aa begins', 'bb begins', 'aa ends',
@@ -671,21 +682,42 @@ def test_mixed_requests_at_random_times_have_the_texts_that_each_has_alone(of_ch
             assert_as_alone(generate_alone(of_chats.model, request), *answer)
 
 
-def test_an_answer_begins_before_the_others_go_on(of_run, slowly, monkeypatch):
-    n_entered, enter = [], Server.enter
+@pytest.mark.parametrize('n', [1, 2])
+def test_a_new_answer_waits_for_at_most_one_chunk(of_run, monkeypatch, n):
+    n_chunks, at_entry, at_first_chunk = [0], [], {}
+    decode_until, enter, iterate = Decoder.decode_until, Server.enter, Generation.__iter__
 
-    def record(self, job):
-        n_entered.append(len(slowly.made_by))
-        enter(self, job)
+    def count_chunk(self, n_end):
+        n_chunks[0] += 1
+        time.sleep(0.02)  # most requests come while a chunk is decoded
+        return decode_until(self, n_end)
 
-    monkeypatch.setattr(Server, 'enter', record)
+    def record_entry(self, job):
+        with self.changed:
+            at_entry.append(n_chunks[0])
+            enter(self, job)
+
+    def record_chunk(self):
+        for chunk in iterate(self):
+            at_first_chunk.setdefault(self, n_chunks[0])
+            yield chunk
+
+    monkeypatch.setattr(Decoder, 'decode_until', count_chunk)
+    monkeypatch.setattr(Server, 'enter', record_entry)
+    monkeypatch.setattr(Generation, '__iter__', record_chunk)
+    monkeypatch.setattr('jax_text.STREAM_CHUNK', 1)
+    monkeypatch.setattr('jax_apps.batching.CHUNK', 1)
+    waited = []
     with contextlib.ExitStack() as clients:
-        for _ in range(4):
-            clients.enter_context(open_request(of_run, stream=True))
-        wait_for('four answers', lambda: len(set(slowly.made_by)) == 4)
-        complete(of_run, max_tokens=1)
-    last = list(dict.fromkeys(slowly.made_by))[4]
-    assert slowly.made_by.index(last) <= n_entered[-1] + 1  # the piece of another that was being made
+        for _ in range(2):
+            clients.enter_context(open_request(of_run))
+        clients.enter_context(open_request(of_run, n=n))
+        wait_for('three answers', lambda: len(at_first_chunk) == 3)
+        for _ in range(8):
+            complete(of_run, max_tokens=1)
+            waited.append(list(at_first_chunk.values())[-1] - at_entry[-1])
+    # the chunk that was decoded when the request came is counted at its entry; its own is the last
+    assert max(waited) <= 2, f'{waited}'
 
 
 def test_a_failure_of_the_batch_ends_its_answers_and_the_server_goes_on(of_run, monkeypatch, capsys):
