@@ -706,8 +706,9 @@ CONTROLS = {
 class Sampling:
     """The options for generating token ids.
 
-    The controls (the names of CONTROLS) are off if they are None, except that a temperature of None
-    is 1. In jax_text, None means the default of the model's authors (see TextModel.defaults)."""
+    Some of the options are controls (the names of CONTROLS). In jax_generate, a control that is
+    None is off; a temperature of None is 1. jax_text replaces each None by the model's default (see
+    TextModel.defaults) before it calls jax_generate."""
     # how a token is drawn
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens, clamped to the vocabulary
@@ -907,12 +908,14 @@ def discard_if_unread(stream):
 
 
 def exit_before_others(code):
-    """Ends this process at once with exit code `code`, if JAX runs in several processes. Does
-    nothing in a single process.
+    """Ends this process with exit code `code`, without waiting for the other processes, if JAX runs
+    in several processes. Does nothing in a single process.
 
     A usual exit would wait for the other processes, which may still run. After 60 s JAX would abort
-    all of them (exit code 134). When process 0 ends, JAX aborts the others. Process 0 therefore
-    waits 3 s first, so that other processes that fail can print their errors."""
+    all of them (exit code 134).
+
+    If this is process 0, waits 3 s first, because JAX aborts the others when process 0 ends. In
+    these 3 s, other processes that fail can print their errors. Any other process waits 0.5 s."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()

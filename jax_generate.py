@@ -487,9 +487,11 @@ class Decoder:
                  sampling: Sampling, *, longest: int, n_columns: int):
         """Makes a Decoder that has no cache yet.
 
-        state: a DecodeState without a cache. controls: the Controls of `sampling`. longest: the
-        most tokens that a row can have in the end. n_columns: the width of `tokens` in the
-        results."""
+        state: a DecodeState without a cache. controls: the Controls of `sampling`.
+        longest: the most tokens that a row may have at the end, prompt and new tokens together.
+        grow() uses this number to choose the size of the cache.
+        n_columns: the number of columns of the array `tokens` in a GenerationResult. The columns
+        hold the padded prompts and the new tokens."""
         self.params = params
         self.config = config
         self.state = commit(state, params)
@@ -781,9 +783,10 @@ def generate_stream(
         logprobs: bool = False, chunk: int | Callable | None = None,
         prefix_cache: PrefixCache | None = None,
         **changes: Any) -> Generator[GenerationResult, Any, None]:
-    """Yields a GenerationResult with tokens [B, T + max_new_tokens] after the first token, then
-    after every `chunk` tokens. To end rows early, the caller sends (generator.send) bool [B], True
-    for these rows.
+    """Yields a GenerationResult when the rows have their first token, and then again after every
+    `chunk` more tokens. The array `tokens` of each result is [B, T + max_new_tokens], with 0 where
+    a row has no token. To end rows early, the caller sends (generator.send) bool [B], True for
+    these rows.
 
     chunk: the number of tokens between two results, or a function that is called before each chunk
     and returns this number. If it is not given, all tokens after the first come at once.
@@ -1252,12 +1255,13 @@ def round_up_slots(n: int) -> int:
 
 
 def choose_slots(needed: int, longest: int, block_size: int) -> int:
-    """Returns the number of slots to give to a KV cache, at most block_size. needed: the number of
-    slots that the cache needs now. longest: the number of slots that it needs at the end.
+    """Returns the number of slots to give to a KV cache. needed: the number of slots that the cache
+    needs now. longest: the number of slots that it needs at the end.
 
     Let at_end be min(longest, block_size), rounded up by four_per_octave. If at_end is at most
-    2 * round_up_slots(needed), the cache gets at_end slots now, and need not grow. Otherwise the
-    cache gets round_up_slots(needed) slots, and grows later. Both numbers are cut to block_size."""
+    2 * round_up_slots(needed), returns at_end, and the cache need not grow. Otherwise returns
+    round_up_slots(needed), and the cache grows later. If rounding up gives more than block_size,
+    returns block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

@@ -56,14 +56,16 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
     """Returns (config; params) of a Hugging Face folder or hub name, or nanoGPT's ckpt.pt (or its
     folder).
 
-    params is the tree of GPT(config).init as numpy arrays: matrices in `dtype`, vectors in float32,
-    kernels [in, out]. config.dropout is 0 and config.dtype is `dtype`.
+    config.dropout is 0 and config.dtype is `dtype`. params is the tree of GPT(config).init as numpy
+    arrays: matrices in `dtype`, vectors in float32. All kernels have the shape [in, out]. A kernel
+    with two axes that is [out, in] on disk is read into an array [out, in], because this is faster.
+    The parameter is a transposed view of this array, so parameter.T is C-contiguous.
+
     dtype: one of DTYPES, or 'stored'. 'stored' keeps each matrix in the file's dtype if that is one
     of DTYPES, else in float32; config.dtype is then 'float32'.
     place: a function of (path in the tree, array). It is called for each parameter before the next
     parameter is read, for example to move the parameter to its devices. params holds the results of
-    `place`. A kernel that is [out, in] on disk keeps this order in memory: the array is a
-    transposed view, so array.T is C-contiguous.
+    `place`.
     Raises UserError for missing or damaged files, models that GPT does not compute, and an unknown
     dtype."""
     check_choice('dtype', dtype, (*DTYPES, 'stored'))
@@ -96,9 +98,10 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     saved with biases of zero, which gives the same logits.
     folder: the path of a folder that does not exist or is empty. The folder appears when it is
     complete. If its name ends in .gguf, a GGUF file for llama.cpp is written instead.
-    config_json: the path of the original model's config.json, to be written back with all its keys.
-    If it is None, a config.json is derived from `config`; this works for most models that flags of
-    train_jax.py make.
+    config_json: the path of the original model's config.json. The new config.json has the keys
+    of this file, except for a few that are changed or removed (see read_config_json_of). If
+    config_json is None, the new config.json is derived from `config`; this works for most models
+    that flags of train_jax.py make.
     dtype: the dtype of the file, one of DTYPES, or of GGUF_DTYPES for a GGUF file.
     tokenizer: the path of a folder with tokenizer.json and the tokenizer's other files, which are
     copied; or a description of a tokenizer (a dict, see load_tokenizer). A GGUF file needs a

@@ -318,8 +318,9 @@ class TextModel:
             answers = unfinished
 
     def make_answer(self, number, request, sampling, batch):
-        """Generates the answer to a request of serve. Yields None once the answer has joined the
-        batch, and after each chunk but the last. Then yields the answer, a dict.
+        """Generates the answer to a request of serve. Yields None when the answer has joined the
+        batch, and again after each chunk of tokens except the last one. After the last chunk,
+        yields the answer, a dict.
 
         number: the index of the request. sampling: a TextSampling with the options that the request
         does not set. batch: the Batch that decodes the answer."""

@@ -229,8 +229,9 @@ class Objective:
     scalar}. loss_BxT is the model's loss of each token. batch is {'x', 'y' [B, T], ...}.
     means: for training. Returns the means over the batch. The step minimizes the one named 'loss'.
     sums: for evaluation. Returns the sums over the sequences with is_row [B] = 1. Sequences with
-    is_row = 0 only fill up the last batch. If a sample has several sequences, as a pair of DPO has
-    two, its value is added once for each of them.
+    is_row = 0 only fill up the last batch. In DPO, a pair has two sequences but only one value, so
+    `sums` adds the value of each pair twice. The caller divides the sums by the number of
+    sequences, which gives the mean over the pairs.
     metrics: the names that a training step returns and logs.
     has_reference: whether the batch needs 'reference_loss' [B, T]: the loss of each token, computed
     with the model without LoRA's updates and without dropout."""
@@ -249,13 +250,16 @@ def language_model_means(loss_BxT: Array, batch: dict) -> dict:
 
 
 def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
-    """Returns {'loss': the sum over the sequences of each sequence's mean loss}. Sequences with
-    is_row = 0, which only fill up the batch, add 0.
+    """Returns {'loss': the sum over the sequences of each sequence's mean loss}. The mean of a
+    sequence is the sum of its T token losses, divided by T. Sequences with is_row = 0, which only
+    fill up the batch, add 0.
 
-    The batch may have two arrays of weights, [B, T], which are 0 in sequences that only fill up the
-    batch. 'weight' multiplies the loss of each token before the mean. 'spelled' is the same, but 0
-    for tokens that stand for no bytes of text. With 'spelled', the result has a second sum of this
-    name, in which 'spelled' multiplies the losses."""
+    The batch may have two more arrays [B, T], which are 0 in sequences that only fill up the batch:
+    - 'weight'. The loss of each token is first multiplied by the token's weight. The mean still
+      divides by T.
+    - 'spelled'. It has the values of 'weight' (1 if there is no 'weight'), but 0 for tokens that
+      stand for no bytes of text. With this array the result also has 'spelled': the same sum of
+      means as 'loss', but with 'spelled' in place of 'weight'."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -435,8 +439,8 @@ def make_train_step(config: GPTConfig, objective: Objective, layout: Layout, *, 
         """Makes one update of the state."""
         n_micro = len(batch['x'])
         # Each micro-batch's loss is multiplied by `scale`; the gradients are divided by it below.
-        # With float16 the scaled loss is the mean over micro-batches and devices, as in nanoGPT, so
-        # that splitting a batch does not make it overflow earlier.
+        # In float16, `scale` is the loss scale divided by the number of mean losses that the step
+        # computes. So the gradients of a token do not depend on how the batch is split (n_losses).
         scale = 1.0
         if state.loss_scale:
             scale = state.loss_scale['scale'] / (n_micro * layout.n_losses)

@@ -494,10 +494,12 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
     - Without a cache, in all other cases: dot_product_attention, the plain formula.
 
     module: the attention layer, for its config, layer_type and dropout key. kv: the keys and values
-    of this call, {name: [B, T, G, K]}, as a cache stores them. qkv_of: a function that returns the
-    queries, keys and values of dot_product_attention. It is called with kv, or, if there is a
-    cache, with all keys and values that the cache then holds. call: the inputs that all blocks
-    share. scale, sinks_H: see dot_product_attention."""
+    of this call, {name: [B, T, G, K]}, as a cache stores them. qkv_of: a function that takes keys
+    and values as a cache stores them, and returns (queries, keys, values) as dot_product_attention
+    takes them. The queries are not an argument, because qkv_of already has those of the layer.
+    Without a cache, attend calls qkv_of with kv. With a cache, attend calls qkv_of with all keys
+    and values that the cache holds after kv has been added. call: the inputs that all blocks share.
+    scale, sinks_H: see dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     if cache is not None:
         return attend_to_cache(module, qkv_of, kv, call, cache, scale=scale, sinks_H=sinks_H)
@@ -629,9 +631,10 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
     Returns (the keys and values that the queries attend to, in the form of a layer's cache; their
-    positions, [B, S] or [1, S]; the new cache). S is the number of slots. In some calls with a
-    ring, S is the number of slots plus T: the old keys and values of all slots come first, then the
-    T new ones."""
+    positions, [B, S] or [1, S]; the new cache). S is usually the number of slots. In a ring buffer
+    (has_ring_cache), the last of the T new tokens may overwrite keys that the first of the T tokens
+    attend to. In this case S is the number of slots plus T: the old keys and values of all slots
+    come first, then the T new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position

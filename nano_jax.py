@@ -3,12 +3,12 @@
 $ python nano_jax.py --dataset=shakespeare_char --max_iters=2000
 
 With the same flags and seed its numbers are those of train_jax.py (tests/test_nano_jax.py) except
-for last bits, because train_jax.py sums in another order and computes the lr in float32. Left out
-are dropout, checkpoints, bfloat16, sharded and other models. There are two ideas. First, parameters
-are dicts of arrays. A training step takes such dicts and returns new ones. Second, jax.grad makes
-the gradient of a function, and jax.jit compiles a function. Names give shapes, as in q_BxTxHxK: B
-sequences; N sequences of an iteration; T tokens of a sequence; S tokens that are attended to; D
-channels; H heads of K channels; F channels in the MLP; V tokens of the vocabulary."""
+for last bits, because train_jax.py sums in another order and computes the lr in float32. It leaves
+out dropout, checkpoints, bfloat16, sharded parameters, and models other than GPT-2. There are two
+ideas. First, parameters are dicts of arrays. A training step takes such dicts and returns new ones.
+Second, jax.grad makes the gradient of a function, and jax.jit compiles a function. Names give
+shapes, as in q_BxTxHxK: B sequences; N sequences of an iteration; T tokens of a sequence; S tokens
+attended to; D channels; H heads of K channels; F channels in the MLP; V vocabulary tokens."""
 import argparse, ast, collections, functools, hashlib, itertools, json, math, pathlib, sys, time
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def linear(p, x):
     return x @ p['kernel'] + p.get('bias', 0)
 
 def attention(p, x_BxTxD, cfg, cache=None, first=0):
-    """Returns (y_BxTxD; the new cache). cache: keys and values of the `first` tokens before x."""
+    """Returns (y_BxTxD; new cache). first: number of earlier tokens. cache: their keys, values."""
     B, T, D = x_BxTxD.shape
     H, K = cfg.n_head, D // cfg.n_head
     # queries, keys and values of all heads, in one product; S is T until the cache is added
@@ -143,8 +143,8 @@ def load_data(folder):
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
-    """Yields starts of windows, without end. Each epoch cuts the data into windows end to end, in
-    random order. It misses only tokens at the ends of the data (nanoGPT's random starts: 1/e)."""
+    """Yields starts of windows, endlessly. An epoch has all windows, end to end, in random order,
+    and misses only tokens at the data's ends. Random starts (nanoGPT) miss 1/e of the tokens."""
     n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less: room for the offset
     for epoch in itertools.count():
         rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the random stream of the order

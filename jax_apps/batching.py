@@ -47,8 +47,11 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Adds tokens to the row and returns the GenerationResult so far. If the row is alone, the
-        result has at most n_new more tokens than the previous result."""
+        """Returns the GenerationResult of the row so far. If other rows' calls have decoded tokens
+        for this row, its caller now gets these tokens, and nothing is decoded. Otherwise decodes
+        more tokens first (see Batch.advance). n_new: the largest number of tokens to decode, if the
+        row is decoded by its own Decoder. n_new has no effect if the row is decoded together with
+        other rows, a chunk at a time."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated
@@ -136,11 +139,13 @@ class Batch:
         return row
 
     def advance(self, row, n_new):
-        """Gives a Row more tokens, and returns its GenerationResult.
+        """Returns the GenerationResult of a row so far. Before that, decodes more tokens if the
+        row's caller has seen all tokens of the row.
 
-        These are the tokens that the caller of the row has not seen yet. If there are none, decodes
-        first: a chunk for all rows of the batch (decode), or, with the row's own Decoder, up to
-        n_new tokens for a row that is alone or cannot share a batch."""
+        Usually decodes a chunk for all rows that can share a batch (decode). A row that cannot
+        share a batch is decoded by its own Decoder, up to n_new tokens. So is the only row that
+        can, if n_rows of the batch is 0 or 1. row: a Row. Raises RuntimeError if the row is not in
+        the batch, as after an error in decode."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         if not row.has_unread:

@@ -110,9 +110,9 @@ def read_field(body, name, *kinds):
 
 def read_sampling(body, sampling):
     """Returns the TextSampling that a request asks for. body: the request's JSON object. sampling:
-    a TextSampling with the values of the fields that the request lacks; its max_new_tokens is the
-    upper limit for the length of an answer. Raises Refusal for fields that are not supported or out
-    of range."""
+    the server's TextSampling. Its fields are the defaults for the fields that the request leaves
+    out, and its max_new_tokens is the upper limit for the length of an answer. Raises Refusal for
+    fields that are not supported or out of range."""
     for name, off in UNSUPPORTED.items():
         if body.get(name) not in (None, off):
             raise Refusal(400, f'{name} is not supported here', name)
@@ -156,7 +156,9 @@ def read_sampling(body, sampling):
 
 
 class End(NamedTuple):
-    """The end of one sample of an answer. A request may ask for several samples."""
+    """The text of one sample of an answer, why the sample ended, and its numbers of tokens. A
+    request may ask for several samples. Once all of them have ended, a list of their Ends is put
+    into Job.events."""
     text: str  # all of it
     finish_reason: str  # 'stop' or 'length'
     n_prompt: int  # tokens
@@ -353,10 +355,10 @@ class Server(ThreadingHTTPServer):
     def run(self, model, sampling, system=(), name='model'):
         """Answers requests until stop(), or until an exception such as KeyboardInterrupt.
 
-        model: a TextModel. sampling: a TextSampling with the values of fields that a request lacks.
-        No answer has more tokens than sampling.max_new_tokens. system: messages that are put in
-        front of a chat which does not begin with a system message. name: the model's name in the
-        API."""
+        model: a TextModel. sampling: a TextSampling. Its fields are the defaults for the fields
+        that a request leaves out. No answer has more tokens than sampling.max_new_tokens. system:
+        messages that are put in front of a chat which does not begin with a system message. name:
+        the model's name in the API."""
         self.model = model
         self.sampling = sampling
         self.system = list(system)
@@ -534,9 +536,9 @@ class Server(ThreadingHTTPServer):
         """Computes all rows of a Job in a batch of their own. Yields True after each chunk;
         take_turns then goes on with other answers.
 
-        chunks: an iterable that computes a chunk in each step, such as a Generation. The
-        generator's return value, which the caller gets from `yield from`, is the last item of
-        `chunks`. It is None if the client went away, which ends the computation."""
+        chunks: an iterable that computes a chunk in each step, such as a Generation. Returns the
+        last item of `chunks`. If the client goes away, ends the computation and returns None. The
+        caller gets this value from `yield from`, because make_all is a generator."""
         self.own_batch_is_there = True
         result = None
         try:
@@ -585,14 +587,16 @@ class Server(ThreadingHTTPServer):
         return [*self.model.encode(messages), *self.model.tokenizer.encode(said, begin=False)]
 
     def make_pieces(self, job, generation):
-        """Decodes the answer to a Job. Yields True after each piece but the last; take_turns then
-        continues with other answers. generation: the answer's Generation.
+        """Decodes the answer to a Job. Yields True after each chunk of tokens except the last;
+        take_turns then continues with other answers. generation: the answer's Generation.
 
-        The generator's return value, which the caller gets from `yield from`, is True if the client
-        stayed connected to the end. It is False if the client went away, which ends the decoding.
+        If the client asked for a stream, puts new text into job.events after a chunk, but at most
+        once every PAUSE seconds, and once more at the end. If not, puts the whole text into
+        job.events at the end.
 
-        If the client asked for a stream, puts new text into job.events at most once every PAUSE
-        seconds, and at the end. If not, puts the whole text into job.events at the end."""
+        Returns True if the client stayed connected to the end. If the client goes away, ends the
+        decoding and returns False. The caller gets this value from `yield from`, because
+        make_pieces is a generator."""
         text, n_shown, shown_at = '', 0, 0
         with contextlib.closing(generation.pieces(with_prompt=False)) as pieces:
             for piece in pieces:

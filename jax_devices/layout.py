@@ -13,8 +13,8 @@ is for one device. The table has the shardings for each choice of flags.
 | zero=2 | Zero2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
 
 BATCH: over the axes data, fsdp and expert. "By rules": PARTITION_RULES of jax_ops/sharding.py.
-"Over replicas": by rules, but leaves that are sharded over fsdp are also sharded over data and
-context."""
+"Over replicas": by rules, but a dimension with the axis fsdp in its rule is also sharded over the
+axes data and context. The axis fsdp may have size 1."""
 import contextlib
 import functools
 import math
@@ -169,9 +169,13 @@ class Layout:
     @property
     def n_losses(self):
         """The number of mean losses that the devices compute for a micro-batch: one on each device
-        if has_own_losses, else one for all devices together. In float16, the scale of the loss is
-        divided by this number, so that the scaled losses of all devices add up to one mean. A loss
-        that is split over more devices then does not overflow earlier."""
+        if has_own_losses, else one for all devices together.
+
+        In float16, the training step divides the loss scale by this number. The scaled losses of
+        all devices then add up to the loss scale times the mean loss of all their sequences.
+        Without the division, the gradients of each token would grow with the number of devices,
+        because each device takes the mean of fewer sequences. The gradients would then overflow at
+        a smaller loss scale."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):
@@ -232,10 +236,11 @@ class SeveralDevices(Layout):
         whole shard of the batch, with a leading axis of size 1: [1, *shape, *rest]. The global
         array is [n_data_shards, *shape, *rest], see whole_batch.
 
-        local: this process's shards, {shard number: array [*shape, *rest]}, where rest is () or
-        (positions,). shape: (micro-steps, sequences) of a shard, or (sequences,); used only
-        by Sharded. index: for each axis of the global array, the slice that the device holds. The
-        first slice begins at the number of the device's shard."""
+        local: the shards of the batch that this process has, {shard number: array [*shape, *rest]},
+        where rest is () or (positions,). shape: has no effect here; the subclass Sharded needs it
+        in its own find_part. index: for each axis of the global array, the slice that the device
+        holds. The first slice begins at the number of the device's shard, and a beginning of None
+        is 0."""
         return local[index[0].start or 0][None]
 
 

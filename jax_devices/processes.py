@@ -175,14 +175,15 @@ if HANGUP is not None:
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
-    The first signal asks the loop to save and stop. With nothing_to_save, it ends the script
-    instead, by SystemExit. For a second signal, the first of these cases that applies counts:
+    The first signal asks the loop to save and stop. If nothing_to_save is True, the first signal
+    ends the script instead, by SystemExit. A second signal is handled by the first of these rules
+    that applies:
     - During a save, the signal has no effect.
-    - In a notebook, where the process must live on, it raises KeyboardInterrupt, or SystemExit with
-      nothing_to_save.
+    - In a notebook, where the process must live on, the signal raises KeyboardInterrupt. If
+      nothing_to_save is True, it raises SystemExit instead.
     - If the first or the second signal is SIGHUP, the second has no effect, because a closed
       terminal sends several signals.
-    - Otherwise, it ends the process at once.
+    - Otherwise, the signal ends the process at once.
     Under nohup, SIGHUP stays ignored.
 
     nothing_to_save: whether there is nothing to save yet. train_jax.py sets this attribute to False
@@ -242,9 +243,9 @@ class StopSignal:
         return any(is_saving() for is_saving in self.saves)
 
     def receive(self, signum, frame):
-        """Handles a signal in the main thread. After SIGHUP, discards all output. With
-        nothing_to_save, ends the script. In a notebook, a second signal raises KeyboardInterrupt,
-        unless a save is under way at that time.
+        """Handles a signal in the main thread. After SIGHUP, discards all output. If
+        nothing_to_save is True, ends the script. In a notebook, a second signal raises
+        KeyboardInterrupt, unless a save is under way at that time.
 
         Python calls this method only between two bytecode instructions of the main thread, which
         may be long after the signal. What must happen at once is done by the thread of answer()."""

@@ -258,21 +258,24 @@ def time_limit(seconds):
 class Encoded(NamedTuple):
     """A conversation for training: arrays or lists [n_tokens]."""
     ids: list
-    mask: np.ndarray  # uint8, 1 for the tokens that count
+    mask: np.ndarray  # uint8, 1 for the tokens that count in the loss
     n_bytes: np.ndarray  # bytes of the text in UTF-8 that each token stands for, 0 of special ones
 
 
 def encode_training_chat(tokenizer, chat, counted=None):
     """Returns a conversation as Encoded, by the chat template of an HFTokenizer.
 
-    chat: a Chat. counted: the indices of the assistant's messages that count, None for all. If the
-    template marks parts by {% generation %}, the tokens of these parts count. Otherwise whole
-    answers count, from the end of the generation prompt to the special token that ends the answer.
-    Some templates write this token only at the beginning of the next message. For such a template,
-    the function adds the token to the last answer.
+    chat: a Chat. counted: the indices of the answers (the assistant's messages) that count in the
+    loss, None for all answers. If the template marks parts by {% generation %}, the tokens of these
+    parts count in the loss, except for the parts of answers that are not in `counted`. If the
+    template has no marks, the whole answers count, from the end of the generation prompt to the
+    special token that ends the answer. Some templates write this token only at the beginning of the
+    next message. For such a template, the function adds the token to the last answer.
 
     Raises UserError if the template refuses the messages, does not write an answer after the
-    generation prompt, or writes another message into an answer."""
+    generation prompt, or writes another message into an answer. Raises UserError also if the
+    template has marks, but does not mark an answer that is not in `counted` as one part of its
+    own."""
     # the parts of the text that count: as the template marks them, or the answers with their ends
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     chosen = [i for i in answers if counted is None or i in counted]
@@ -572,12 +575,15 @@ def mark_answer(message):
 
 
 def find_end(answer, text, specials, stop_tokens):
-    """Returns (start, end) in characters: the part of `text` that counts in training for an Answer.
-    This part goes from the end of the generation prompt to the end of the answer.
+    """Finds the end of an answer. Returns (start, end) in characters, the part of `text` that
+    counts in training. This part goes from the end of the generation prompt to the end of the
+    answer.
 
-    text: the text of all messages. specials: the Specials of `text`. stop_tokens: the ids that stop
-    sampling. An answer ends with the first special token after the words of the answer. If a stop
-    token directly follows this special token, the answer ends with the stop token (Command R's
+    answer: an Answer, the place of the answer in `text`. text: the text of all messages. specials:
+    the Specials of `text`. stop_tokens: the ids that stop sampling.
+
+    An answer ends with the first special token after the words of the answer. If a stop token
+    directly follows this special token, the answer ends with the stop token (Command R's
     <|END_RESPONSE|><|END_OF_TURN_TOKEN|>). The special tokens around tool calls do not end an
     answer, unless they are stop tokens."""
     # take the first special token behind the text of the answer that can end it

@@ -386,23 +386,24 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}, because linear scaling needs no more values of RopeScaling than its factor, by
-    which positions are divided.
+    """Returns {}. Linear scaling divides positions by RopeScaling's field `factor`, and needs no
+    field of its own.
 
-    linear, llama3, yarn and longrope take the same arguments. Each returns the values of
-    RopeScaling that only its kind of scaling has. rope: RoPE's parameters, see rope_fields. factor,
-    length: RopeScaling's factor and original_length."""
+    linear, llama3, yarn and longrope have the same parameters. rope_fields sets the fields kind,
+    factor and original_length of RopeScaling. Each of the four functions returns {name: value} with
+    the other fields that its kind of scaling needs. rope: RoPE's parameters, see rope_fields.
+    factor, length: the fields factor and original_length of RopeScaling."""
     return {}
 
 
 def llama3(rope, factor, length):
-    """Returns the values low and high of RopeScaling for Llama 3. The arguments are those of the
+    """Returns the fields low and high of RopeScaling for Llama 3. The arguments are those of the
     function linear() in this file."""
     return {'low': float(rope['low_freq_factor']), 'high': float(rope['high_freq_factor'])}
 
 
 def yarn(rope, factor, length):
-    """Returns the values low, high, truncate and amplitude of RopeScaling for YaRN
+    """Returns the fields low, high, truncate and amplitude of RopeScaling for YaRN
     (arXiv:2309.00071). The arguments are those of the function linear() in this file."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
@@ -425,9 +426,9 @@ def yarn_mscale(factor, mscale=1.0):
 
 
 def longrope(rope, factor, length):
-    """Returns the values pair_factors and amplitude of RopeScaling for LongRoPE. They are right for
-    texts up to the context length of pretraining. The arguments are those of the function linear()
-    in this file.
+    """Returns the fields pair_factors and amplitude of RopeScaling for LongRoPE. Their values are
+    right for texts up to the context length of pretraining. The arguments are those of the function
+    linear() in this file.
 
     Longer texts are not supported: rope_fields limits block_size to this length. In longer texts,
     other factors apply to all positions, also to the keys that a KV cache holds already."""
@@ -458,8 +459,8 @@ def ropes_by_layer_type(hf):
 # reading
 
 def read_config(values, source):
-    """Converts the content of a config.json. transformers reads the content first, and fills in the
-    defaults of missing keys. Returns (GPTConfig; family, which is the model_type).
+    """Makes a GPTConfig from the content of a config.json. Returns (the GPTConfig; the family, that
+    is, the model_type). A config class of transformers fills in the defaults of missing keys.
 
     values: the content as it is in the file, {key: value}; jax_hub.folders.read_config_json returns
     it. source: the path of the config.json, for messages. Raises UserError if a value is missing,

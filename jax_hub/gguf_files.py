@@ -218,9 +218,9 @@ def read_tokens(description, tokenizer, types):
 
 
 def add_ends(writer, tokenizer):
-    """Adds the ids of the tokens that begin and end a text to a GGUFWriter. Returns the ids that
-    the tokenizer puts before each text: [] or one id. Raises UserError if llama.cpp does not
-    support these tokens."""
+    """Adds to a GGUFWriter the ids of the tokens that begin a text and of those that end a text.
+    Returns the ids that the tokenizer puts before each text: [] or one id. Raises UserError if
+    llama.cpp does not support these tokens."""
     ends = [] if tokenizer.end_token is None else [tokenizer.end_token]
     ends += [id for id in tokenizer.stop_tokens if id not in ends]
     if not 1 <= len(ends) <= 3:

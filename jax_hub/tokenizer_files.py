@@ -42,8 +42,9 @@ def write_gpt2_tokenizer(folder):
 
 
 def write_tokenizer(description, folder):
-    """Writes the files of a tokenizer to `folder`, such as tokenizer.json, also for a tokenizer
-    that has no files. description: see load_tokenizer."""
+    """Writes the files of a tokenizer, such as tokenizer.json, to `folder`. Makes these files for a
+    tokenizer of characters and for GPT-2's BPE, which have none. Calls copy_tokenizer for a
+    tokenizer of the kind 'folder'. description: see load_tokenizer."""
     match description:
         case {'kind': 'char', 'chars': chars}:
             write_char_tokenizer(chars, folder)

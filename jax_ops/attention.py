@@ -359,12 +359,14 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
 
     A block of queries is computed at a time, against the keys that it may attend to. On a CPU, a
     block has 128 queries of one sequence, so that the probabilities stay in the L2 cache.
-    Elsewhere, a block has 512 queries of all sequences. Probabilities are never stored, but
-    recomputed in the backward pass (docs/lab_log.md#chunked-attention). The function is under jit
-    so that all layers with the same `scores` share one trace.
+    Elsewhere, a block has 512 queries of each sequence, for all sequences of the batch at once. In
+    long sequences, a block has more queries (see attend_sequence). Probabilities are never stored,
+    but recomputed in the backward pass (docs/lab_log.md#chunked-attention). The function is under
+    jit so that all layers with the same `scores` share one trace.
 
     piece: a Piece, if the T queries and S keys are only a part of each sequence. The T positions
-    are then consecutive, and so are the S positions."""
+    are then consecutive, and so are the S positions. For the size of a block of a piece, see
+    attend_piece."""
     T, H = q_BxTxHxK.shape[1:3]
     G = k_BxSxGxK.shape[2]
     common = Common(scores, H // G, piece.n_positions if piece else T, sinks_H, dropout)
@@ -388,10 +390,11 @@ def attend_sequence(common, sequence, n, in_loop):
     """Computes chunked_attention of one Sequence, in blocks of queries. Returns [G, T Q, K], in the
     axes of fold_groups.
 
-    common: the Common of the call. n: the number of queries in a block; the last block may have
-    fewer. The loop over blocks is unrolled, so the compiled program contains each block. To limit
-    the program to 128 blocks, blocks have a multiple of n queries if T >= 128 n. in_loop: whether
-    the caller runs this function in the body of a loop.
+    common: the Common of the call. n: the number of queries in a block, for T < 128 n. For a longer
+    sequence, a block has a multiple of n queries, and there are at most 128 blocks. The number of
+    blocks is limited because the loop over blocks is unrolled, so the compiled program contains
+    each block. The last block may have fewer queries. in_loop: whether the caller runs this
+    function in the body of a loop.
 
     The backward pass computes each block again, instead of keeping its probabilities in memory. If
     in_loop is False, jax.checkpoint puts barriers around each block. Without the barriers, XLA

@@ -86,11 +86,12 @@ def fusion_barrier(f, *args, asked):
     Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
     weights, or convert the weights to another dtype before the decode loop.
 
-    asked: an array, one of args. The condition of the cond: the first element of `asked` is above
-    the smallest value of its dtype. For weights, positions and int16 activations this is always
-    true, but XLA does not know that, so it keeps the cond. If the condition is false, f is not
-    computed. The result is then NaN for a float `asked` (its first element is NaN or -infinity),
-    and 0 for an integer `asked`."""
+    asked: an array, one of args. The condition of the cond is that the first element of `asked` is
+    above the smallest value of the dtype, which is -infinity for floats. The condition is always
+    true for positions, int16 activations and finite weights. XLA does not know that, so it keeps
+    the cond. If the condition is false, f is not computed, and all elements of the result are NaN
+    for a float `asked`, and 0 for an integer `asked`. For a float `asked`, the condition is false
+    if the first element is NaN or -infinity."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min
@@ -144,19 +145,23 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     takes half the time of XLA:CPU's matmul (docs/lab_log.md#bfloat16-rows). float_lane_terms(I)
     must not be None.
 
-    Each row of w is multiplied by x, element by element, and the I products of the row are then
-    summed in two steps. First, the products are split into blocks of t * FLOAT_LANES, where
-    t is float_lane_terms(I). A block is reshaped to [t, FLOAT_LANES] and summed over its first
-    axis, which gives FLOAT_LANES partial sums of t products each. Second, a matmul with ones adds
-    up the partial sums of all blocks of a row. The loop has this form for XLA:CPU:
+    Each row of w is multiplied by x, element by element. The I products of a row are then summed in
+    two steps:
+    1. The products are split into blocks of t * FLOAT_LANES, where t is float_lane_terms(I). Each
+       block is reshaped to [t, FLOAT_LANES] and summed over its first axis. This gives FLOAT_LANES
+       partial sums of t products each.
+    2. A matmul with ones adds up the partial sums of all blocks of the row.
+
+    The steps have this form for XLA:CPU:
     - FLOAT_LANES is 16, because 16 partial sums fill vector registers. 32 partial sums would be
       slower (docs/lab_log.md#sixteen-lanes), above all for float32 weights, which nt_chosen passes
-      to the same loop. With 32 partial sums, the first pass over a block of float32 weights would
-      read only every other cache line, because LLVM makes vectors of 8.
+      to the same loop. A row of a block [t, 32] in float32 is two cache lines. LLVM makes vectors
+      of 8, so its first pass over the block, for 8 of the 32 sums, would read only one of each two
+      cache lines. A row of 16 is one cache line.
     - t is at most 20, because LLVM does not unroll a longer sum.
-    - One reduction sums two rows at a time, row i of the first half of w and row i of the second
-      half. XLA would compile a reduction of one operand to a slower library call, and a core reads
-      two streams of weights faster than one."""
+    - Step 1 sums two rows of w in one reduction with two operands: row i of the first half of w,
+      and row i of the second half. XLA would compile a reduction with one operand to a slower
+      library call. A core also reads two streams of weights faster than one."""
     O, I = w_OxI.shape
     n_pairs, terms = O // 2, float_lane_terms(I)
     n_blocks = I // (FLOAT_LANES * terms)
@@ -374,9 +379,10 @@ def nt_int16(x_RxI, w_OxI):
 
 @functools.cache
 def nt_uint8():
-    """Returns a JAX primitive that computes x @ w.T for uint8 x and int8 w; the result is int32.
-    The caller, nt_weights_left, passes weights as x, and activations as w. The weights are uint8
-    because as_uint8 has stored them so.
+    """Returns a JAX primitive. Its bind(a, b) computes a @ b.T in int32, for uint8 a and int8 b.
+    The caller, nt_weights_left, passes the weights as a, and the activations as b. The weights are
+    uint8 because as_uint8 has stored them so. The activations are int8 because nt_int16 has split
+    each int16 into two int8.
 
     The primitive is compiled to the CPU's VNNI instructions; int8 by int8 takes 1.4 to 2.6 times as
     long. A primitive of its own is needed, because JAX's lowering converts operands of two dtypes

@@ -42,10 +42,10 @@ def mix_experts(f, weights, x_PxD, expert_PxU, weight_PxU, *, scale_input=False,
     sum_axes = [axis for axis in axes if axis != 'expert' or not batch]
 
     def mix_own(weights, *tokens):
-        """Computes mix_experts, but adds up only the results of those of a token's U experts that
-        this device has. All-reduces these partial sums over the mesh axes sum_axes, and returns
-        them, [P, D]. If sum_axes lacks the axis 'expert', the caller must still add up what the
-        ranks of this axis return.
+        """Computes mix_experts with this device's experts only. In the sum over a token's U
+        experts, an expert of another device adds 0. All-reduces these partial sums over the mesh
+        axes sum_axes, and returns them, [P, D]. If sum_axes lacks the axis 'expert', the caller
+        must still add up what the ranks of this axis return.
 
         weights: the weights of this device's experts. tokens: x_PxD, expert_PxU and weight_PxU."""
         first_expert = jax.lax.axis_index(axes) * len(jax.tree.leaves(weights)[0])

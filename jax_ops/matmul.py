@@ -241,10 +241,14 @@ class Plain(Kernel, struct.PyTreeNode):
         return matmul(x, self.values, tp=tp)
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
-        stored kernel is sharded by rows, so that each device orders the columns of its own rows.
-        After that, an all-to-all moves the columns to their ranks in `dtype`, once per step.
-        widths: the number of columns of each projection, such as q, k and v."""
+        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank), sharded
+        by columns over the tensor ranks. If there is only one tensor rank, returns the kernel
+        unchanged. fused_linear calls this method each time that it uses the kernel.
+
+        The stored kernel is sharded by rows. Each device can therefore order the columns of its own
+        rows without communication. An all-to-all then moves each column to its tensor rank. The
+        values are cast to `dtype` for this move. widths: the number of columns of each projection,
+        such as q, k and v."""
         n_ranks = current_mesh().shape['tensor'] if current_mesh() else 1
         if n_ranks == 1:
             return self
@@ -539,8 +543,11 @@ def quantize_matrix(p, *, transpose, stored_as):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def matmul_int8(x, w_OxI, scale_O, tp=()):
-    """Computes x [..., I] @ (w * scale).T -> float32 [..., O]. w_OxI, scale_O: the values and
-    scales of an Int8. tp: as in linear().
+    """Computes x [..., I] @ (w * scale).T -> float32 [..., O].
+
+    w_OxI, scale_O: the values and scales of an Int8. In training the values are always int8. For
+    decoding on a CPU that multiplies uint8 (cpu_multiplies_uint8), they are the int8 values plus
+    128, stored as uint8 (see as_uint8). tp: as in linear().
 
     On GPUs and TPUs the weights are converted to x's dtype. On a CPU there are three cases:
     - x has few rows (up to 64 for uint8 weights, up to 32 for int8 weights), as in decoding.
@@ -551,8 +558,7 @@ def matmul_int8(x, w_OxI, scale_O, tp=()):
       converted to bfloat16. bfloat16 represents all values of the weights exactly. On a CPU with
       bfloat16 instructions, a matmul in bfloat16 takes half the time of one in float32
       (docs/lab_log.md#int8-prompts).
-    - x has more rows, and the weights are int8. The weights are converted to x's dtype. In
-      training, the weights are always int8."""
+    - x has more rows, and the weights are int8. The weights are converted to x's dtype."""
     def converted(x_RxI, w_OxI):
         return nt(x_RxI, as_int8(w_OxI).astype(x_RxI.dtype))
 

@@ -61,9 +61,12 @@ def polar_express_gram(x_MxIxO):
     """Computes polar_express of wide matrices, I < O, multiplying by x only at the beginning and
     the end.
 
-    In between it computes only with matrices [I, I]: the Gram matrix x x^T, and the product of all
-    polynomials of the Gram matrix. The Gram matrix holds the squares of the singular values, so all
-    matmuls are in float32 (docs/lab_log.md#muon-in-three-steps)."""
+    In between it computes only with matrices [I, I]. To apply a polynomial of POLAR_EXPRESS is to
+    multiply x by a matrix [I, I], which even_polynomial computes from the Gram matrix x x^T. This
+    function multiplies the matrices of all polynomials with each other, updates the Gram matrix
+    after each polynomial, and multiplies x by the product at the end. The Gram matrix holds the
+    squares of the singular values, so all matmuls are in float32
+    (docs/lab_log.md#muon-in-three-steps)."""
     x_MxIxO, gram_MxIxI = normalize(x_MxIxO)
     product_MxIxI = None
     for coefficients in POLAR_EXPRESS:
@@ -86,8 +89,9 @@ def normalize(x_MxIxO):
 
 
 def even_polynomial(gram_MxIxI, coefficients):
-    """Computes a I + b g + c g^2 + d g^3 + e g^4 for each Gram matrix g = x x^T. The product of the
-    result and x has a s + b s^3 + c s^5 + d s^7 + e s^9 for each singular value s of x.
+    """Computes p = a I + b g + c g^2 + d g^3 + e g^4 for each Gram matrix g = x x^T. The matrix p x
+    has the same singular vectors as x, and the singular value a s + b s^3 + c s^5 + d s^7 + e s^9
+    for each singular value s of x.
 
     coefficients: (a, b, c, d, e), an element of POLAR_EXPRESS. If c is 0, d and e are ignored."""
     a, b, c, d, e = coefficients

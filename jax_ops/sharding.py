@@ -69,8 +69,8 @@ def current_mesh():
 
 
 def shard(x, *spec):
-    """Returns x; on a mesh, sharded by `spec`. spec: for each dimension the name of an axis, a
-    tuple of names, or None (replicated)."""
+    """Shards x on the current mesh by `spec`, and returns x. Without a mesh, returns x unchanged.
+    spec: for each dimension the name of a mesh axis, a tuple of names, or None (replicated)."""
     if not current_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, Spec(*spec))
@@ -94,15 +94,17 @@ def count_shards(mesh, axes):
 
 
 def shard_positions(x, axes=('context', 'tensor')):
-    """Returns x [B, T, ...]; on a mesh, with its positions sharded over `axes`. This sharding is
-    for x between attention and MLP. The operations there, norms and residual additions, treat each
-    position independently of the others (sequence parallelism, arXiv:2205.05198)."""
+    """Shards the positions of x [B, T, ...] over the mesh axes `axes`, and returns x. Without a
+    mesh, returns x unchanged. This sharding is for x between attention and MLP. The operations
+    there, norms and residual additions, treat each position independently of the others (sequence
+    parallelism, arXiv:2205.05198)."""
     return shard(x, BATCH, position_axes(x.shape[1], *axes))
 
 
 def gather_positions(x):
-    """Returns x [B, T, ...]; on a mesh, with its positions all-gathered over tensor. They stay
-    sharded over context. This undoes shard_positions for the axis tensor."""
+    """All-gathers the positions of x [B, T, ...] over the mesh axis 'tensor', and returns x. The
+    positions stay sharded over the mesh axis 'context'. Without a mesh, returns x unchanged. This
+    function undoes shard_positions for the axis 'tensor'."""
     x = shard_positions(x)  # else XLA would gather x before a cast
     return shard_positions(x, ('context',))
 
@@ -122,8 +124,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
     a dimension is the product of the sizes of its axes. While this number does not divide the size
     of the dimension, the last of its axes is dropped.
 
-    over_replicas: whether leaves that are sharded over fsdp are also sharded over data and
-    context."""
+    over_replicas: whether a dimension with the axis fsdp in its rule also gets the axes data and
+    context. The axis fsdp may have size 1."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = rule_of(name)

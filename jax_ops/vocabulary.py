@@ -144,16 +144,21 @@ def masked_cross_entropy(logits_BxTxV, targets_BxT):
 
 class VocabParallel(nn.Module):
     """The base class of an embedding and of an LM head with a table [num_embeddings,
-    embedding_dim]. The rows of the table are sharded over tp_size ranks. Rank r has the n_rows ids
-    from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size). Rows of zeros pad the end.
+    embedding_dim]. There are three ways to use such a layer:
 
     - With tp_size=1, as in GPT, calling the layer computes the full result. If the caller has set a
-      mesh, the result is sharded on this mesh. The parameter `weight` is the full table.
+      mesh, the table and the result are sharded on this mesh. The parameter `weight` is the full
+      table.
     - With tp_size > 1, in custom code (docs/parallelism.md#a-sharded-vocabulary-of-your-own),
-      calling the layer computes the part of rank tp_rank, on any device. The parameter `weight` is
-      then this rank's rows [n_rows, embedding_dim], as load_weight_shard returns them.
+      calling the layer computes, on any device, only what rank tp_rank contributes. An embedding is
+      zero for ids of other ranks, and the sum over all ranks is the full embedding. An LM head
+      gives the logits of this rank's ids only. Rank r has the n_rows ids from r * n_rows on, where
+      n_rows = ceil(num_embeddings / tp_size). The parameter `weight` is this rank's rows of the
+      table, [n_rows, embedding_dim], as load_weight_shard returns them. Rows of zeros stand for ids
+      beyond the table.
     - sharded_forward, also for custom code, computes the full result on the mesh that is passed to
-      it. tp_size and tp_rank have no effect. The parameter `weight` is the full table.
+      it. The rows of the table are sharded over the mesh axis tensor. tp_size and tp_rank have no
+      effect. The parameter `weight` is the full table.
 
     shared_table: the table, if another module has it as a parameter; then there is no `weight`."""
     num_embeddings: int

@@ -126,10 +126,10 @@ def load_dataset_meta(data_dir):
     - 'max_id', the largest token id; 'train_tokens' and 'val_tokens', the numbers of tokens;
     - 'kind', 'chats' or 'pairs', which have masks; 'row_length', the tokens of a prepared row;
     - 'digests', {file: SHA-256};
-    - 'bytes', {split: number of UTF-8 bytes of the split's text}, for chats only of the text that
-      counts in the loss;
+    - 'bytes', {split: number of UTF-8 bytes of the split's text};
     - 'token_bytes', {split: number of bytes of text that the split's tokens stand for, added up
       token by token (load_token_bytes)}.
+    In a data set of chats, 'bytes' and 'token_bytes' include only the text that counts in the loss.
     meta.json must have 'vocab_size', 'dtype' and 'tokenizer'. Every other key that is missing in
     meta.json has the value None in the dict.
 

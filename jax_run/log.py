@@ -179,9 +179,9 @@ class RunLog:
         self.say(line)
 
     def move_end(self, run, iter_num):
-        """Logs that the run now ends after another number of iterations, and gives the progress bar
-        this number. The training loop calls this method at the beginning of iteration iter_num,
-        after a Deadline has changed max_iters. run: the Run with the new max_iters."""
+        """Logs that max_iters of the run has changed, and gives the new max_iters to the progress
+        bar. The training loop calls this method at the beginning of iteration iter_num, after a
+        Deadline has changed max_iters. run: the Run with the new max_iters."""
         self.max_iters = run.flags['max_iters']
         self.bar.total = self.max_iters
         self.say(f'iter {iter_num}: the speed has changed: max_iters={self.max_iters}, also '

@@ -357,7 +357,11 @@ def begins_anew(manifest, iter_num):
 
 def val_digest(manifest):
     """Returns a digest of the validation data. Losses of two runs can be compared if the runs'
-    digests are equal. The digest does not depend on whether meta.json has digests."""
+    digests are equal. manifest: a run's manifest.
+
+    The digest is made from the fraction of each data set, and from the size and the samples (a
+    CRC-32) of each file, see describe_file. The SHA-256 of a file is left out, because only some
+    data sets have it in their meta.json."""
     files = []
     for one in manifest['data']:
         of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()

@@ -128,8 +128,11 @@ class OutDir:
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
         checkpoint and the checkpoint was saved without an evaluation. Such a checkpoint is saved
         when a signal stops the run. With a loss, the checkpoint can be chosen as the best. Adds
-        nothing if the data changed at iter_num. If the run is in a bucket, first uploads its files,
-        metrics.jsonl among them."""
+        nothing if the data changed at iter_num.
+
+        Call this method after each evaluation. If the run is in a bucket, each call also uploads
+        the run's changed files, before it adds val_loss. The bucket then has a metrics.jsonl with
+        this evaluation."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num

@@ -24,9 +24,11 @@ def restore_run(out_dir, which, layout, base):
 
 def restore_params(out_dir, step, config, meta, layout):
     """Restores the parameters of a checkpoint, sharded as `layout` says. For a LoRA run, restores
-    only LoRA's updates. If the checkpoint has several sets of weights (--ema), restores the last
-    set. config: the model's config. meta: the checkpoint's metadata. Raises UserError if no
-    model can be built from config and meta, or if the checkpoint does not fit that model."""
+    only LoRA's updates. If the checkpoint has a running mean of the parameters (--ema), restores
+    this mean instead of the parameters, because the mean is evaluated, sampled and exported.
+
+    config: the model's config. meta: the checkpoint's metadata. Raises UserError if no model can be
+    built from config and meta, or if the checkpoint does not fit that model."""
     try:
         params = layout.abstract_state(make_params, config, meta.get('lora'))
     except (OverflowError, TypeError, ValueError) as error:
@@ -67,7 +69,8 @@ def full_path(source):
 
 
 class OnHost:
-    """Takes the place of a Layout where parameters stay in the memory of the host."""
+    """A stand-in for a Layout, for callers that keep the parameters in the memory of the host
+    instead of on devices. It has the two methods of a Layout that these callers need."""
 
     @staticmethod
     def device_put(tree):

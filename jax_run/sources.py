@@ -3,7 +3,8 @@
     draw(numbers, rows)         returns a training batch: the sequences numbers[rows] of the stream
     evaluation(n_rows, ...)     returns which sequences every evaluation reads, as an Evaluation
     read(places)                returns the batch of the sequences at these places in the files
-    count_passes(n_sequences)   returns how many passes over the data n_sequences sequences are
+    count_passes(n_sequences)   returns how many passes a run makes over the data if it draws
+                                n_sequences sequences
 
 The stream is the endless sequence of all training sequences of a run, shuffled again in each pass
 over the data. `numbers` are positions in the stream. Of these methods, a Mixture of data sets has
@@ -89,10 +90,11 @@ def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
     """Returns the Order of the windows in a text of n_tokens tokens. A window has block_size + 1
     tokens. The last token of a window is the first token of the next window.
 
-    Each epoch has an offset of its own, a random position at which the leftmost window starts. An
-    epoch has one window less than fit into the text. At least block_size tokens are then left over,
-    so the offset can be any number from 0 to block_size, or more. If only one window fits, an epoch
-    has this window, and the offset can be any position at which it fits."""
+    Each epoch has a random offset of its own, the position at which its leftmost window starts. The
+    offset is drawn from 0 to the number of tokens that are in no window of the epoch, inclusive.
+    The text has room for (n_tokens - 1) // block_size windows. An epoch has one window fewer, which
+    leaves room for an offset of at least block_size. If the text has room for only one window, an
+    epoch has this window."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 

@@ -9,16 +9,16 @@ checkpoint; `meta` is its JSON part):
 | flags except NOT_RESUMED; those given now win | meta | `merge_resumed_flags` |
 | which checkpoint: the latest that is intact | out_dir | `choose_checkpoint` |
 | --deterministic, before jax starts | out_dir/config.json | `configure_process` |
-| the sizes of the mesh, if they fit the present devices | flags | `fit_sizes` |
+| the sizes of the mesh; other sizes if these do not fit the present devices | flags | `fit_sizes` |
 | the model's config; dropout, dtype and expert_balance are from the flags | meta | `for_this_run` |
-| the tokenizer, if the data set still has it | meta | `continued_model` |
+| the tokenizer; UserError if the data set has other tokens | meta | `continued_model` |
 | LoRA's base (or --base), rank, alpha and checksum | meta | `continued_model` |
 | iteration, best validation loss, wandb's id | meta | `Run` |
 | parameters, or LoRA's updates | checkpoint | `start_state` |
 | the mean of --ema; if it is missing, it starts at the parameters | checkpoint | `start_state` |
 | the optimizer's state and the number of updates | checkpoint | `start_state` |
 | float16's loss scale; if it is missing, the initial scale | checkpoint | `start_state` |
-| LoRA's frozen weights, if their checksum is the same | the base | `start_state` |
+| LoRA's frozen weights; UserError if their checksum has changed | the base | `start_state` |
 | metrics.jsonl up to that iteration | out_dir | `MetricsLog` |
 | the data: those of the manifest, unless --dataset is given | meta | `open_manifest` |
 | the learning rate | nothing | a function of the number of updates |
@@ -383,9 +383,10 @@ def choose_init_from(flags):
     """Returns the flag init_from. 'auto' becomes 'resume' if out_dir has a checkpoint, else
     'scratch'. Raises UserError if the processes do not see the same checkpoints.
 
-    If out_dir is in a bucket and the run may be resumed, first waits until no other run holds the
-    lock of out_dir, because the other run may still save a checkpoint. The lock of a run that has
-    died expires. Raises UserError if the other run is alive."""
+    If out_dir is in a bucket and the run may be resumed, first waits until the lock of out_dir is
+    free, because another run that holds the lock may still save a checkpoint. The lock becomes free
+    when the other run ends. If the other run has died without freeing the lock, the lock expires.
+    If the other run renews the lock during the wait, it is alive, and UserError is raised."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():

@@ -28,7 +28,7 @@ class Example(NamedTuple):
     """A conversation, or a pair of conversations. In a pair, the conversation with the chosen
     answer comes first."""
     conversations: list[list[dict]]  # lists of messages, as a chat template takes them
-    counted: list[list[int]]  # for each conversation, the indices of the messages that count
+    counted: list[list[int]]  # each conversation: indices of messages that count in the loss
     form: str  # what the row is, for the user; '' if it is "messages"
     tools: list | None = None  # for the template
     variables: dict | None = None
@@ -143,7 +143,7 @@ def parsed(value, name):
 def read_turns(turns, name):
     """Returns the messages of the list `turns` in OpenAI's form. The turns are in OpenAI's form or
     in ShareGPT's; the list may be given as JSON text. name: its column, for error messages. Raises
-    UserError for another form."""
+    UserError if `turns` is not such a list."""
     turns = parsed(turns, name)
     if not isinstance(turns, list):
         raise UserError(f'"{name}" must be a list of {{"role": ..., "content": text}}')
@@ -151,7 +151,9 @@ def read_turns(turns, name):
 
 
 def read_turn(i, turn):
-    """Returns turn number i as a message in OpenAI's form. Raises UserError for another form."""
+    """Returns turn number i of a conversation as a message in OpenAI's form, with a "role". The
+    turn is in OpenAI's form already, or in ShareGPT's form, with "from" and "value". Raises
+    UserError if the turn has neither form."""
     if isinstance(turn, dict):
         turn = {key: value for key, value in turn.items() if value is not None}
         if 'from' in turn and 'role' not in turn:
@@ -247,11 +249,12 @@ def read_pair(row):
 
 
 def count_shared(chosen, rejected):
-    """Returns the number of messages of the question that two conversations have in common.
+    """Returns the number of messages in the question with which both conversations of a pair begin.
 
-    The question is the equal messages at the beginning of both conversations, up to the last one
-    that is not the assistant's. The last message of a conversation is never part of the question.
-    Example: if both have the messages user, assistant, user, assistant, and differ only in the last
+    Counts the equal messages at the beginning of the two conversations. Leaves out the last message
+    of each conversation, which belongs to the answer. If the equal messages end with messages of
+    the assistant, leaves out these, too, because the answers begin there. Example: if both
+    conversations have the messages user, assistant, user, assistant, and differ only in the last
     message, returns 3."""
     both = zip(chosen[:-1], rejected[:-1])
     n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
@@ -265,7 +268,7 @@ def count_shared(chosen, rejected):
 def read_question(row, name):
     """Returns the messages in the column `name`, with the row's "system" in front. The column holds
     a list of messages, or a text. If it holds a text, "input" or "context" is put below the text.
-    Raises UserError for another form."""
+    Raises UserError if the column holds anything else."""
     asked = row[name]
     if name in LISTS or not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
@@ -290,7 +293,8 @@ def with_system(row, messages):
 
 def read_answer(answer, name):
     """Returns the list of the messages of an answer. answer: a text, a message, or a list of
-    messages. name: the answer's column, for error messages. Raises UserError for another form."""
+    messages. name: the answer's column, for error messages. Raises UserError if `answer` is
+    anything else."""
     if isinstance(answer, str):
         return [{'role': 'assistant', 'content': answer}]
     if isinstance(answer, dict):

@@ -140,14 +140,15 @@ def give_up(folder):
 
 
 def cut_back(journal, files, widths):
-    """Prepares the open files of an interrupted preparation to be continued. The journal has a line
-    for each row that was finished. Truncates all files behind the last finished row. If a file
-    lacks tokens that the journal promises, empties all files, to start again.
+    """Truncates the open files of an interrupted run of this script after the last finished row.
+    read_examples can then go on with the next row. The journal has a line for each finished row. If
+    one of `files` has fewer tokens than the journal lists, as after a power failure, empties all
+    files and the journal: no row is finished.
 
     Returns (told; lengths; n_rows) of the finished rows. told: a Told, what the user is told about
     them. lengths: for each row a list with the number of tokens of each of its conversations; rows
-    that are left out of the data set are missing here. n_rows: the number of rows, with those that
-    are left out.
+    that are left out of the data set are missing here. n_rows: the number of finished rows,
+    including the rows that are left out of the data set.
 
     files: the files of ids, masks and bytes. widths: the number of bytes per token in each of
     `files`."""
@@ -174,12 +175,13 @@ def cut_back(journal, files, widths):
 
 
 def encode_row(row, enc):
-    """Encodes a row of the file. Returns (a list with the Encoded of each conversation of the row;
-    the row's line of the journal, a dict). The list is empty if the row is left out.
+    """Encodes a row of the file. Returns (encoded; line).
 
-    The line has the number of tokens of each conversation, and notes for the user, such as the form
-    of the row. Told.update reads these notes, and counts how often each of them occurs. enc: an
-    HFTokenizer. Raises UserError if the row is not valid."""
+    encoded: a list with the Encoded of each conversation of the row. It is empty if the row is left
+    out. line: a dict with the number of tokens of each conversation, and with notes for the user,
+    such as the form of the row. read_examples writes `line` to the journal, the file of the rows
+    that are done. Told.update counts how often each of the notes occurs. enc: an HFTokenizer.
+    Raises UserError if the row is not valid."""
     # half a character has no token
     text = json.dumps(row, ensure_ascii=False, default=str)
     example = read_example(json.loads(whole_characters(text)))
@@ -219,9 +221,14 @@ def encode_example(example, enc):
 
 
 def check_ends(ids, mask, enc):
-    """Returns a warning if sampling will not stop at the tokens that end the answers; else ''.
-    Raises UserError if no answer ends with a special token or a stop token, because a model that
-    learns from these answers would never stop.
+    """Checks whether sampling will stop at the end of an answer. Returns a warning, or '' if
+    sampling will stop. White space at the end of an answer is ignored. There are three cases:
+
+    - Some answers end with a stop token, or the first answers have a stop text: returns ''.
+    - No answer ends with a stop token, but some answers end with other special tokens: returns a
+      warning that names these tokens, because sampling will not stop at them.
+    - No answer ends with a stop token or another special token: raises UserError, because a model
+      that learns from these answers would never stop.
 
     ids, mask: the arrays of all conversations, one after the other. enc: an HFTokenizer."""
     # Where a text ends answers, the first of them have it.

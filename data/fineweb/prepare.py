@@ -43,7 +43,8 @@ def read_texts(paths):
 def val_bytes(batch, documents, n):
     """Returns how many bytes of text the first n tokens of a batch stand for. The n tokens are
     taken from one text after the other. batch: a list of texts. documents: for each text, an array
-    of token ids. The array begins with the ids `before`, which stand for no bytes."""
+    of token ids. The first ids of each array are those of the script's variable `before`, such as
+    <|endoftext|>. They stand for no bytes."""
     ends = list(itertools.accumulate(map(len, documents)))
     whole = sum(end <= n for end in ends)
     n_bytes = count_bytes(batch[:whole])

@@ -86,9 +86,10 @@ class Maker:
     def __init__(self, names, every, library, seed):
         """Groups the names by the kinds of questions that can be asked about them.
 
-        names: {name: Named}, only the names that have a sentence (Named.sentence), the answer to a
-        question about the name. every: the set of all names in the library, with or without a
-        sentence. The Maker also invents names that do not exist, and never takes one from this set.
+        names: {name: Named}, only the names that have a sentence. The sentence (Named.sentence) is
+        the answer to each question about the name.
+        every: the set of all names in the library, with or without a sentence. The Maker also
+        invents names that do not exist, and never takes one from this set.
         library: the library's name in the answers. seed: the seed of all random choices."""
         self.names = names
         self.every = every
@@ -149,10 +150,16 @@ class Maker:
         return f'There is no {name} in {self.library}.'
 
     def follow_up(self, named, split, invented=None):
-        """Returns a conversation of two questions. The first question is about another name with
-        the same parent. The second question says only the last part of `named`. If `invented` is
-        given, the second question says `invented` instead. `invented` is a last part that does not
-        exist under this parent."""
+        """Returns a conversation of two questions and their answers, in which the second question
+        can only be understood after the first. Example: "What is gzip.open?", then "And compress?"
+        for gzip.compress.
+
+        named: the Named that the second question is about. The second question has only the last
+        part of this name. The first question is about another name with the same parent.
+        split: 'train', 'val' or 'test'.
+        invented: a last part that does not exist under this parent, or None. If it is given, the
+        second question has it in place of the last part of `named`, and the answer says that there
+        is no such name."""
         others = [other for other in self.by_parent[named.parent] if other != named]
         before = self.random.choice(others)
         last, answer = named.last, named.sentence

@@ -61,11 +61,12 @@ class Texts:
     """The documents of text files and of files of rows. A document is read when it is needed."""
 
     def __init__(self, paths, key, strict):
-        """Reads the first documents, at most `FEW` (20). Keeps the length of each in characters in
-        `sizes`. With fewer documents than `FEW`, parts() divides each document by its length.
+        """Reads the first documents, at most `FEW` (20), and keeps their lengths in characters in
+        `sizes`. If there are fewer documents than `FEW`, parts() needs the lengths: it splits each
+        document after nine tenths of its length, into a part for train and a part for val.
 
-        key: the key of the text in a row. If `key` is '', a file of rows is read as a text.
-        strict: whether a row without a text is refused, instead of skipped."""
+        key: the key of the text in a row. If `key` is '', a file of rows is read as a text. strict:
+        whether a row without a text is refused, instead of skipped."""
         self.paths = paths
         self.key = key
         self.strict = strict
@@ -88,12 +89,12 @@ class Texts:
         JSON, a row may also be a string itself.
 
         A row without a text adds 1 to n_skipped and yields nothing. A row with the empty text ''
-        also adds 1 to n_skipped, but yields ''. This '' counts as a document where parts() puts
-        every tenth document into val. With `strict`, raises UserError for a row without a text
-        and for a row with the empty text.
+        also adds 1 to n_skipped, but yields ''. parts() numbers the documents, to put every tenth
+        document into val. So a row with '' takes up a number, and a row without a text does not.
+        With `strict`, raises UserError for both kinds of rows.
 
-        Always raises UserError if a row lacks the key and no earlier row of the file had a text,
-        because --key is then probably wrong."""
+        With or without `strict`, raises UserError if a row lacks the key and no earlier row of the
+        file had a text, because --key is then probably wrong."""
         has_text = False
         for where, row in read_rows(path, [self.key]):
             text = row.get(self.key) if isinstance(row, dict) else row
@@ -127,8 +128,8 @@ class Texts:
         strings, which together are a document or a part of one.
 
         If there are at least `FEW` (20) documents, every tenth document is val as a whole. If there
-        are fewer, each document is divided. The first nine tenths of its characters are train, and
-        the rest is val. In this case, the train parts of all documents come first."""
+        are fewer, each document is split in two. The first nine tenths of its characters are train,
+        and the rest is val. In this case, the train parts of all documents come first."""
         # Many documents: every tenth as a whole.
         if len(self.sizes) == FEW:
             for i, blocks in enumerate(self.documents()):
@@ -197,9 +198,10 @@ def by_split(lengths):
 
 
 def cut_back(files, log, width):
-    """Prepares the open files of an interrupted run of this script to be continued. Truncates the
-    files behind the last piece that `log` lists, and returns the number of listed pieces. If a file
-    of tokens is shorter than `log` says, as after a power failure, empties all files and returns 0.
+    """Truncates the open files of an interrupted run of this script after the last piece that `log`
+    lists, and returns the number of listed pieces. write_tokens can then go on with the next piece.
+    If a file of tokens is shorter than `log` says, as after a power failure, empties all files and
+    returns 0.
 
     files: the files of tokens, of train and of val. log: the file of lengths, with the number of
     tokens of each piece that was written completely. width: the number of bytes of a token."""
