@@ -27,8 +27,7 @@ from jax import Array
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
-    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask,
-    fused_causal_attention, span_limits)
+    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, span_limits)
 from jax_ops.cpu import computed_once
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
@@ -505,6 +504,7 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
         return attend_to_cache(module, qkv_of, kv, call, cache, scale=scale, sinks_H=sinks_H)
     key_B = dropout_keys(module, call)
     if call.in_order and config.attention != 'xla':
+        from jax_ops.fused_attention import fused_causal_attention  # sampling does without it
         scores = Scores(scale, config.attention_cap, **span_limits(config, layer_type))
         return fused_causal_attention(
             config.attention, *qkv_of(kv), scores, sinks_H=sinks_H,

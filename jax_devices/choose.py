@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jax_devices.setup import nvidia_capability
 from jax_flags import UserError, check_choice
-from jax_ops.attention import ATTENTION, Scores, fused_causal_attention, span_limits
+from jax_ops.attention import ATTENTION, Scores, span_limits
 
 # The least block_size that takes chunked attention: on a CPU because it is then faster
 # (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take
@@ -126,6 +126,7 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     """Compiles the attention of a layer and the gradient of this attention, for one sequence and
     the heads of one device (`tensor` devices share the layer's heads). Raises an exception of XLA
     if cuDNN refuses."""
+    from jax_ops.fused_attention import fused_causal_attention  # imported when it is compiled
     here = jax.sharding.SingleDeviceSharding(device)
 
     def heads(n_heads):

@@ -1,7 +1,6 @@
 """Attention without materialized scores is attention."""
 import dataclasses
 import functools
-import jax_ops.attention
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from jax_ops.attention import (
-    Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, chunked_attention, fused_causal_attention,
-    splash_attention, splash_kernel)
+import jax_ops.fused_attention
+from jax_ops.attention import Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask
+from jax_ops.fused_attention import chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
 from jax_transformer import GPT, GPTConfig, dot_product_attention
 from tests.common import random_params
@@ -28,7 +27,7 @@ def test_attention_in_chunks_is_traced_once_for_all_layers_of_a_kind(monkeypatch
         traced.append(args)
         return causal_mask(*args, **limits)
 
-    monkeypatch.setattr(jax_ops.attention, 'causal_mask', counted_mask)
+    monkeypatch.setattr(jax_ops.fused_attention, 'causal_mask', counted_mask)
 
     def n_traced(config):
         traced.clear()

@@ -20,7 +20,8 @@ import jax_devices.choose
 from jax_devices.choose import choose_attention
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
-from jax_ops.attention import Scores, chunked_attention, fused_causal_attention, splash_attention, splash_kernel
+from jax_ops.attention import Scores
+from jax_ops.fused_attention import chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
 from jax_run.data import load_dataset_meta
 from jax_run.log import read_metrics

@@ -20,9 +20,10 @@ from jax_devices.choose import choose_attention
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import Controls, DecodeState, decode, prefill
-from jax_ops.attention import Dropout, Scores, fused_causal_attention
+from jax_ops.attention import Dropout, Scores
 from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank
 from jax_ops.experts import mix_experts
+from jax_ops.fused_attention import fused_causal_attention
 from jax_ops.matmul import linear, matmul_int8
 from jax_ops.sharding import (
     AXES, BATCH, COLUMN_PARALLEL, EXPERTS, ROW_PARALLEL, create_mesh, partition_specs, shard)
