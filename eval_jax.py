@@ -10,12 +10,14 @@ A task is a file of JSON lines, of one of these kinds (gold is the index of the 
 - {"context", "continuation"}, language modeling: right if every token is the likeliest;
 - {"messages"}, a chat that ends with the answer: right if the model gives exactly this answer with
   --temperature=0.
-The parts are joined by a space. accuracy and accuracy_norm are lm-eval's acc and acc_norm: accuracy
-chooses the option with the highest log-probability; accuracy_norm chooses the option with the
-highest log-probability per character.
+A query or context is joined with its choice or continuation by a space. accuracy and accuracy_norm
+are lm-eval's acc and acc_norm: accuracy chooses the option with the highest log-probability;
+accuracy_norm chooses the option with the highest log-probability per character.
 
-A folder is a bundle in the form of DCLM's CORE. There, accuracy chooses by the log-probability per
-token, and centered is accuracy rescaled so that guessing gets 0."""
+If --tasks names a folder, the folder is a bundle of tasks in the form of DCLM's CORE. A bundle may
+join texts by another delimiter than a space. For the tasks of a bundle, accuracy chooses the option
+with the highest log-probability per token, and centered is accuracy rescaled so that guessing gets
+0 and no mistake gets 1."""
 import csv
 import functools
 import json

@@ -706,9 +706,10 @@ CONTROLS = {
 class Sampling:
     """The options for generating token ids.
 
-    Some of the options are controls (the names of CONTROLS). In jax_generate, a control that is
-    None is off; a temperature of None is 1. jax_text replaces each None by the model's default (see
-    TextModel.defaults) before it calls jax_generate."""
+    The options temperature, top_k, top_p, min_p and repetition_penalty are called controls (see
+    CONTROLS). Each control may be None. In jax_generate, a control that is None is not applied; for
+    the temperature, that is the same as 1. Before jax_text calls jax_generate, it replaces each
+    control that is None by the model's default (see TextModel.defaults)."""
     # how a token is drawn
     temperature: float | None = None  # 0 is greedy
     top_k: int | None = None  # only this many likeliest tokens, clamped to the vocabulary
@@ -908,14 +909,16 @@ def discard_if_unread(stream):
 
 
 def exit_before_others(code):
-    """Ends this process with exit code `code`, without waiting for the other processes, if JAX runs
-    in several processes. Does nothing in a single process.
+    """Ends this process with exit code `code` after a short sleep, if JAX runs in several
+    processes. Does nothing in a single process.
 
-    A usual exit would wait for the other processes, which may still run. After 60 s JAX would abort
-    all of them (exit code 134).
+    Call this function instead of a usual exit if this process has failed. A usual exit would wait
+    until the other processes end, too. The other processes may still run, and after 60 s JAX would
+    abort all processes (exit code 134).
 
-    If this is process 0, waits 3 s first, because JAX aborts the others when process 0 ends. In
-    these 3 s, other processes that fail can print their errors. Any other process waits 0.5 s."""
+    The sleep takes 3 s in process 0, and 0.5 s in any other process. The sleep is longer in process
+    0, because JAX aborts the other processes when process 0 ends. In these 3 s, other processes
+    that have failed can still print their errors."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
     if jax and jax.distributed.is_initialized() and jax.process_count() > 1:
         sys.stdout.flush()

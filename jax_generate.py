@@ -1,14 +1,15 @@
 """Continues prompts by new token ids, and scores given ones: prefill and decode with a KV cache,
 sampling, speculative decoding, streaming, log-probabilities.
 
-`generate` returns all tokens. `generate_stream` yields tokens while they are made. jax_text.py does
-both for texts. Read from the top: how a token is sampled; the compiled functions, which are prefill
-and decode with its three steps; the Decoder, which calls the compiled functions; the two public
-functions, and start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
+`generate` returns all tokens. `generate_stream` yields tokens while they are made. `score` returns
+log-probabilities. jax_text.py generates and scores texts. Read from the top: how a token is
+sampled; the compiled functions, which are prefill and decode with its three steps; the Decoder,
+which calls the compiled functions; `generate`, `generate_stream`, and start_rows, which makes a
+Decoder; `score`; the sizes of compiled arrays.
 
 The letters of shapes are those of jax_transformer.py. In addition N is the width of the token
-buffer, and J the number of drafts. In the code that scores, R is the number of rows, P the number
-of tokens that all rows of an item share, and N the number of tokens after the shared ones."""
+buffer, and J the number of drafts. In the code of `score`, R is the number of rows, P the number of
+tokens that all rows of an item share, and N the number of a row's other tokens."""
 import contextlib
 import dataclasses
 import functools
@@ -974,7 +975,9 @@ def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
 # log-probabilities of given ids
 
 class Row(NamedTuple):
-    """A sequence, and arrays for the scores of ids[start:]."""
+    """A sequence of token ids for score_groups, and the arrays into which score_groups writes its
+    results. The tokens ids[start:] are scored, and each array has one element for each of them. The
+    arrays are views of the arrays that `score` returns."""
     ids: list
     start: int  # at least 1
     logprobs: np.ndarray  # float32 [len(ids) - start], to be written
@@ -1229,10 +1232,12 @@ def piece_length(n_tokens: int, least: int) -> int:
 
 
 def row_width(n_tokens: int) -> int:
-    """Returns a width for rows of up to n_tokens tokens. Rows that are scored are fed to the model
-    in pieces of this width.
+    """Returns the width of the pieces in which score() feeds rows to the model. All pieces of a row
+    have the same width, at most PIECE.
 
-    The width is at most PIECE, and one of few widths, see four_per_octave. Rounding it up to the
+    n_tokens: how many tokens of the longest row are fed. These tokens are divided into as few
+    pieces as PIECE allows. The width of the pieces is rounded up to a size of four_per_octave. Only
+    a few such sizes exist, so few programs are compiled, one for each width. Rounding up to the
     next power of two instead could double the work for a short row."""
     # as few pieces as PIECE allows, of equal widths, rounded up to the sizes
     return four_per_octave(ceil_div(n_tokens, ceil_div(n_tokens, PIECE)), least=4)

@@ -495,9 +495,10 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
     module: the attention layer, for its config, layer_type and dropout key. kv: the keys and values
     of this call, {name: [B, T, G, K]}, as a cache stores them. qkv_of: a function that takes keys
     and values as a cache stores them, and returns (queries, keys, values) as dot_product_attention
-    takes them. The queries are not an argument, because qkv_of already has those of the layer.
-    Without a cache, attend calls qkv_of with kv. With a cache, attend calls qkv_of with all keys
-    and values that the cache holds after kv has been added. call: the inputs that all blocks share.
+    takes them. It is made in the layer's __call__, where the queries are known. In latent attention
+    it computes keys and values from the stored latents. Without a cache, attend calls qkv_of with
+    kv. With a cache, attend calls qkv_of with all keys and values that the cache holds after kv has
+    been added. call: the inputs that all blocks share.
     scale, sinks_H: see dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     if cache is not None:
@@ -777,10 +778,11 @@ def cache_bytes(config: GPTConfig, n_positions: int, dtype: str = 'auto') -> int
 
 def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'auto',
                n_draft: int = 0, *, as_bits: bool = False) -> dict:
-    """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see THE SLOT RULE above.
+    """Returns an empty KV cache, {layer: {name: [B, G, S, K]}}; see THE SLOT RULE above. In a
+    forward pass with the cache, padding tokens must have the position PAD.
 
     n_slots: the number of slots that is asked for. A layer gets count_slots(config, layer_type,
-    n_slots) + n_draft slots. In calls with the cache, padding must have the position PAD.
+    n_slots) + n_draft slots.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's dtype.
     n_draft: how many draft tokens a step may reject. The next step writes other tokens at the
     positions of the rejected tokens. Without the n_draft extra slots, a rejected token in a ring
@@ -1361,8 +1363,8 @@ KNOWN = {
 
 
 def check_numbers(config: GPTConfig) -> None:
-    """Raises UserError if a number in a GPTConfig or in one of its groups has the wrong type, is
-    negative, is not finite, or is out of range."""
+    """Raises UserError if a number in a GPTConfig, or in its rope_scaling, mla or moe, has the wrong
+    type, is negative, is not finite, or is out of range."""
     for group in (config.rope_scaling, config.mla, config.moe, config):
         for field in dataclasses.fields(group) if group else ():
             value = getattr(group, field.name)

@@ -375,13 +375,17 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     """Makes train.bin, val.bin and meta.json of a data set from train.part.bin and val.part.bin in
     `folder`, and removes an older data set there. Returns {'train', 'val': the number of tokens}.
 
-    files: more files for the folder, {name: bytes, or the path of a file that is moved there}.
-    meta: more keys for meta.json.
+    vocabulary: a Vocabulary, the tokenizer of the data set.
+    lengths: {'train', 'val': the number of tokens of each document}, for rows only.
     block_size: if it is not 0, the documents are cut into rows for a training with this block_size,
-    see write_rows. lengths: {'train', 'val': the number of tokens of each document}, for rows only.
+    see write_rows.
+    files: more files for the folder, {name: bytes, or the path of a file that is moved there}.
     n_bytes: {'train', 'val': the number of UTF-8 bytes of the texts}; None if unknown. For chats,
     only the parts of the texts that count in the loss are counted.
-    If a split has too few tokens or no full row, removes the files PARTS and raises UserError.
+    meta: more keys for meta.json.
+
+    If a split has too few tokens or no full row, removes train.part.bin, val.part.bin and the other
+    files of the unfinished data set (PARTS), and raises UserError.
 
     Writes the tokenizer's files, `files` and meta.json first. Then renames the files of tokens,
     train.bin last, because a folder counts as a data set once it has train.bin. Without meta.json,
@@ -389,7 +393,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
 
     meta.json has "format": META_FORMAT; "digests": {name: SHA-256 in hex} of train.bin, val.bin and
     the other .bin files; "bytes": n_bytes; and "token_bytes": the bytes of the same texts, but
-    counted per token (see load_token_bytes). It also has "tokenizer", the result of describe()."""
+    counted per token (see load_token_bytes). meta.json also has "tokenizer", the result of
+    describe(vocabulary)."""
     folder = Path(folder)
     paths = {split: folder / f'{split}.part.bin' for split in ('train', 'val')}
     sizes = {}

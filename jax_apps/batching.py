@@ -1,17 +1,18 @@
 """Decodes several answers together, although each begins and ends at its own time.
 
-A Generation of one row uses a Decoder. A Generation with a Batch uses a Row instead, and asks the
-Row for tokens in the same way. The callers of all rows take turns, in one thread. A row that is
-alone is decoded by its own Decoder. Several rows are decoded by one Decoder: the first caller that
-asks for more tokens decodes a chunk for all rows, and the other callers then find their tokens
-ready. So a row joins and leaves between two chunks, and nobody waits for the end of another answer.
+Without a Batch, a Generation asks a Decoder of its own for tokens. With a Batch, a Generation has
+exactly one row, and asks a Row for tokens in the same way. The callers of all rows take turns, in
+one thread. A row that is alone is decoded by its own Decoder, unless the n_rows of the Batch is
+above 1. Several rows are decoded by one Decoder: the first caller that asks for more tokens decodes
+a chunk for all rows, and the other callers then find their tokens ready. So a row joins and leaves
+between two chunks, and nobody waits for the end of another answer.
 
 Each row has its own random numbers (jax_text.py) and its own sampling controls (stack_controls).
-The other rows can influence a row's text only through the rounding of the row's logits. Another
-rounding can, rarely, change a token. The rounding depends on the number of rows and the padded
-length of the prompts that are prefilled together. In decoding, it depends on the number of rows,
-and on the number of slots of the KV cache that attention reads. The longest row decides this number
-of slots (attend_to_used_slots)."""
+The other rows can influence a row's text only through the rounding of the row's logits. If the
+logits are rounded differently, a token can, rarely, change. In the prefill, the rounding depends on
+the number of rows and the padded length of the prompts that are prefilled together. In decoding,
+the rounding depends on the number of rows, and on the number of slots of the KV cache that
+attention reads. The longest row decides this number of slots (attend_to_used_slots)."""
 import collections
 import functools
 import math
@@ -113,12 +114,12 @@ class Batch:
     n_rows rows can then be decoded together. A row gets the same bits however many other rows there
     are, as long as attention reads the same number of slots of the KV cache.
     With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
-    two. After rows have left, a step may compute up to twice this power of two, because the batch
-    does not shrink at once. To shrink it, its whole state must be copied.
+    two. When rows leave, the batch does not shrink at once, because its whole state must be copied
+    for this. Until it shrinks, a step computes up to twice as many rows as the remaining rows need.
 
-    With n_rows=0 or n_rows=1, a row that is alone is decoded by its own Decoder, as without a
-    Batch. The compiled program then has one row, and may use drafts (speculative decoding). The
-    Decoder of a Batch uses no drafts."""
+    With n_rows=0 or n_rows=1, a row that is alone is not decoded by the Decoder of the Batch, but
+    by the row's own Decoder, as without a Batch. Only this Decoder of one row may use drafts
+    (speculative decoding)."""
 
     def __init__(self, n_rows=0):
         self.n_rows = n_rows
@@ -142,10 +143,15 @@ class Batch:
         """Returns the GenerationResult of a row so far. Before that, decodes more tokens if the
         row's caller has seen all tokens of the row.
 
-        Usually decodes a chunk for all rows that can share a batch (decode). A row that cannot
-        share a batch is decoded by its own Decoder, up to n_new tokens. So is the only row that
-        can, if n_rows of the batch is 0 or 1. row: a Row. Raises RuntimeError if the row is not in
-        the batch, as after an error in decode."""
+        Usually decodes a chunk for all rows that can share the batch (Row.is_shared), see decode.
+        In two cases decodes up to n_new tokens of this row alone, by the row's own Decoder:
+        - the row cannot share the batch;
+        - it is the only row that can share the batch, and the batch was made with n_rows=0 or
+          n_rows=1.
+
+        row: a Row. n_new: the largest number of tokens in these two cases, without effect
+        otherwise. Raises RuntimeError if the row is not in the batch, as after an error in
+        decode."""
         if row not in self.rows:
             raise RuntimeError('the decoding of several answers together has failed')
         if not row.has_unread:
@@ -348,8 +354,8 @@ def read_together(decoders):
 def copy_cache(source, place, decoder):
     """Copies row `place` of the KV cache of the Decoder `source` to `decoder`, which has one
     row."""
-    cache = take_row(source.state.cache, np.int32(place))
-    decoder.state = commit(decoder.state.replace(cache=cache), decoder.params)
+    state = commit(decoder.state.replace(cache=None), decoder.params)
+    decoder.state = state.replace(cache=take_row(source.state.cache, np.int32(place)))
     decoder.n_slots = source.n_slots
 
 

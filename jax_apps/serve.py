@@ -671,10 +671,13 @@ def describe_end(job, generation, i=0):
 
 
 def describe_logprobs(job, generation, i, end):
-    """Returns the log-probabilities of the new tokens of row i of an answer, in OpenAI's form. The
-    texts of the tokens add up to the text of the answer. A character made of several tokens belongs
-    to the text of the last of these tokens. job: the Job. generation: its Generation. end: the
-    number of tokens up to the end of the answer, including the prompt."""
+    """Returns the log-probabilities of the tokens of one answer, in OpenAI's form. The answer is
+    row i of `generation`, without the prompt. The texts of the tokens add up to the generated text
+    of this row. (The text of a chat's answer may be only a part of it, see final_answer.) A
+    character made of several tokens belongs to the text of the last of these tokens.
+
+    job: the Job. generation: the Generation of the job. end: the number of tokens of row i up to
+    the end of the answer, including the tokens of the prompt."""
     n_prompt = generation.lengths[i]
     tokens = generation.result.tokens[i, :end].tolist()
     logprobs = generation.result.logprobs[i, n_prompt:end].tolist()

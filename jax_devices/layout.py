@@ -13,8 +13,9 @@ is for one device. The table has the shardings for each choice of flags.
 | zero=2 | Zero2 | by rules | over replicas | over replicas | BATCH | XLA, after each micro-batch |
 
 BATCH: over the axes data, fsdp and expert. "By rules": PARTITION_RULES of jax_ops/sharding.py.
-"Over replicas": by rules, but a dimension with the axis fsdp in its rule is also sharded over the
-axes data and context. The axis fsdp may have size 1."""
+"Over replicas": by rules, but a dimension with the axis fsdp in its rule is sharded over the axes
+fsdp, data and context together. Without --fsdp, fsdp has size 1, and the dimension is sharded over
+data and context."""
 import contextlib
 import functools
 import math
@@ -173,9 +174,10 @@ class Layout:
 
         In float16, the training step divides the loss scale by this number. The scaled losses of
         all devices then add up to the loss scale times the mean loss of all their sequences.
-        Without the division, the gradients of each token would grow with the number of devices,
-        because each device takes the mean of fewer sequences. The gradients would then overflow at
-        a smaller loss scale."""
+
+        Reason: each device takes the mean of its own sequences. With more devices, a device has
+        fewer sequences, so that each sequence has a larger weight in its mean, and larger scaled
+        gradients. Without the division, these gradients would overflow at a smaller loss scale."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):
@@ -236,11 +238,11 @@ class SeveralDevices(Layout):
         whole shard of the batch, with a leading axis of size 1: [1, *shape, *rest]. The global
         array is [n_data_shards, *shape, *rest], see whole_batch.
 
-        local: the shards of the batch that this process has, {shard number: array [*shape, *rest]},
-        where rest is () or (positions,). shape: has no effect here; the subclass Sharded needs it
-        in its own find_part. index: for each axis of the global array, the slice that the device
-        holds. The first slice begins at the number of the device's shard, and a beginning of None
-        is 0."""
+        local: the shards of the batch that this process has, {index of the shard: array [*shape,
+        *rest]}, where rest is () or (positions,). shape: has no effect here; the subclass Sharded
+        needs it in its own find_part. index: for each axis of the global array, the slice that the
+        device holds. The start of the first slice is the index of the device's shard. A start of
+        None means 0."""
         return local[index[0].start or 0][None]
 
 
@@ -299,14 +301,17 @@ class Sharded(SeveralDevices):
 
     def find_part(self, local, shape, index):
         """Returns the part of a global array that belongs on a device. This part has all sequences
-        of the device's shard of the batch, but only the positions that the device has on the mesh
-        axis context. The global array is [micro-steps, n_data_shards * sequences, *rest], see
-        whole_batch.
+        of the device's shard of the batch. If the positions are sharded over the mesh axis
+        'context', this part has only the device's own positions.
 
-        local: this process's shards, {shard number: array [*shape, *rest]}, where rest is () or
-        (positions,). shape: (micro-steps, sequences) of a shard, or (sequences,). index: for each
-        axis of the global array, the slice that the device holds. The slice of the axis of
-        sequences determines the number of the device's shard."""
+        The global array is [micro-steps, n_data_shards * sequences, *rest], where rest is () or
+        (positions,). If `shape` has no micro-steps, neither has the global array. See whole_batch.
+
+        local: the shards of the batch that this process has, {index of the shard: array [*shape,
+        *rest]}. shape: (micro-steps, sequences) of a shard, or (sequences,). index: for each axis
+        of the global array, the slice that the device holds. The start of the slice of the
+        sequences, divided by the number of sequences of a shard, is the index of the device's
+        shard. A start of None means 0."""
         axis = len(shape) - 1  # of the sequences
         shard_number = (index[axis].start or 0) // shape[-1]
         return local[shard_number][..., *index[axis + 1:]]

@@ -135,8 +135,8 @@ OWN_SETTINGS = {
 
 
 def use_own_settings():
-    """Sets the options of jax in OWN_SETTINGS, such as no float64. Prints a line on stderr for each
-    option that the environment has set to another value."""
+    """Sets the options of jax in OWN_SETTINGS, such as no float64. Overrides the values that the
+    environment has set, and prints a line on stderr for each value that it overrides."""
     for name, value in OWN_SETTINGS.items():
         theirs = getattr(jax.config, name)
         if theirs != value:
@@ -300,8 +300,9 @@ def trim_malloc():
 # compiled programs
 
 def enable_compilation_cache(platform):
-    """Keeps compiled programs in a folder that only this user can read, so that a second run starts
-    at once.
+    """Keeps compiled programs on disk. A second run then starts at once, because it need not
+    compile the programs again. The folder of the programs is made with the permissions 0700, so
+    only this user can read it.
 
     Each version of jaxlib, each platform and each kind of CPU has its own folder, because one
     version, platform or CPU may not be able to load the programs of another. The environment's

@@ -26,7 +26,9 @@ def make_adapter(modules, *, rank, alpha, base, model_type, others=()):
 
     modules: {name of a module in transformers: Halves}. rank, alpha: the rank and alpha of the run.
     base: the path of the base model, or its name on the hub. model_type: the model_type in the base
-    model's config.json. others: the names of the modules without an update.
+    model's config.json. others: the names of the modules without an update. The adapter has no
+    arrays for them. Their names are needed to choose target_modules, because peft must not update
+    these modules (see name_targets, which may raise UserError).
 
     Usually the Halves of a module have the rank of the run. If n matrices of the run are one module
     (gate and up of Phi 3), the Halves hold n updates, concatenated to the rank n * rank.

@@ -272,10 +272,11 @@ def encode_training_chat(tokenizer, chat, counted=None):
     special token that ends the answer. Some templates write this token only at the beginning of the
     next message. For such a template, the function adds the token to the last answer.
 
-    Raises UserError if the template refuses the messages, does not write an answer after the
-    generation prompt, or writes another message into an answer. Raises UserError also if the
-    template has marks, but does not mark an answer that is not in `counted` as one part of its
-    own."""
+    Raises UserError if the template refuses the messages, or writes another message into an answer.
+    Raises UserError also if the template breaks one of two rules:
+    - A template without marks must write each answer in `counted` after the generation prompt.
+    - A template with marks must mark each answer that is not in `counted` as exactly one part. This
+      part is left out of the loss."""
     # the parts of the text that count: as the template marks them, or the answers with their ends
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     chosen = [i for i in answers if counted is None or i in counted]
@@ -373,8 +374,10 @@ def find_answer(tokenizer, chat, i, text):
     Renders the Chat again, with a mark in place of the answer. The text before and after the mark
     is the text that the template writes around the answer. Rendering only the messages before the
     answer would not be enough, because some templates write earlier turns in another way when later
-    messages follow. Raises UserError if it is not clear where the answer is. For example, the
-    answer may not follow the template's generation prompt, such as "<|im_start|>assistant"."""
+    messages follow.
+
+    Raises UserError if it is not clear where the answer is. One example is a template that does not
+    write its generation prompt, such as "<|im_start|>assistant", before this answer."""
     refusal = UserError(f'the chat template does not write answer {i} where it asks for it; mark '
                         'what the assistant says in it by {% generation %}, and give that file as '
                         '--template=FILE')
@@ -494,9 +497,12 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 
 def find_lost(tokenizer, chat, ids, counted):
     """Returns a list of warnings about a conversation. Each warning is a sentence. There is one
-    warning for each kind of content that the template leaves out, because the model would be
-    trained without this content. One more warning is added if `ids`, the tokens of the
-    conversation, do not begin with the prompt of the last counted answer.
+    warning for each kind of content that the template leaves out. The model would be trained
+    without this content.
+
+    There is one more warning if sampling would have another prompt than training. The prompt is
+    made from the messages before the last answer that counts in the loss. The warning is added if
+    `ids`, the tokens of the whole conversation, do not begin with the tokens of this prompt.
 
     counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
@@ -615,11 +621,15 @@ def find_end(answer, text, specials, stop_tokens):
 
 def find_next_end(tokenizer, chat, behind):
     """Returns the ids of the stop token that ends the last answer of a Chat, for a template that
-    writes this token only at the beginning of the next message. If the template writes spaces in
-    front of the token, their ids come first. Returns [] if the template writes no stop token there.
+    writes this token only at the beginning of the next message. The model must learn these ids,
+    because it has to generate them to stop.
 
-    The model must learn these ids, because it has to generate them to stop. behind: the text that
-    the template writes after the answer if no message follows."""
+    To find the token, renders the conversation with one more message, and looks at the text after
+    the answer and after `behind`. If the template writes spaces in front of the token, the ids of
+    the spaces come first. Returns [] if the template writes no stop token there.
+
+    behind: the text that the template writes after the answer if no message follows, for example a
+    newline. The ids of the conversation already include this text."""
     # render the conversation with a message that follows
     *messages, last = chat.messages
     follower = {'role': 'tool' if last.get('tool_calls') else 'user', 'content': 'x'}

@@ -386,13 +386,14 @@ def rope_fields(hf, rope=None, width=None):
 
 
 def linear(rope, factor, length):
-    """Returns {}. Linear scaling divides positions by RopeScaling's field `factor`, and needs no
-    field of its own.
+    """Returns {}, because linear scaling needs no more fields than those that rope_fields sets.
+    Linear scaling divides positions by the field `factor`.
 
-    linear, llama3, yarn and longrope have the same parameters. rope_fields sets the fields kind,
-    factor and original_length of RopeScaling. Each of the four functions returns {name: value} with
-    the other fields that its kind of scaling needs. rope: RoPE's parameters, see rope_fields.
-    factor, length: the fields factor and original_length of RopeScaling."""
+    rope_fields sets the fields kind, factor and original_length of RopeScaling. The functions
+    linear, llama3, yarn and longrope return the other fields that their kind of scaling needs,
+    {name: value}. All four functions take the same arguments:
+    rope: RoPE's parameters, see rope_fields.
+    factor, length: the values of the fields factor and original_length."""
     return {}
 
 

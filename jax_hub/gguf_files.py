@@ -124,8 +124,10 @@ def add_settings(writer, config, family):
 
 
 def tensor_type(name, shape, dtype, types):
-    """Returns the type of a tensor in GGUF, one of `types` (gguf.GGMLQuantizationType). name: the
-    tensor's name in GGUF. dtype: one of GGUF_DTYPES.
+    """Returns the GGUF type in which a tensor is stored, a member of `types`.
+
+    name: the tensor's name in GGUF. shape: the tensor's shape. dtype: the dtype of the file as the
+    user chose it, one of GGUF_DTYPES. types: the enum gguf.GGMLQuantizationType.
 
     As in llama.cpp, q8_0 needs rows of a multiple of 32 elements; a matrix with other rows becomes
     float16. Vectors, learned positions and the router of experts stay float32."""

@@ -152,8 +152,9 @@ SAFETENSORS_DTYPES = {
 def read_safetensors(path):
     """Returns {name: array} of a safetensors file, memory-mapped.
 
-    The library safetensors only checks the file, because its numpy reader knows neither bfloat16
-    nor float8. Raises UserError for a file that is damaged, and for a type that is not known."""
+    Uses the library safetensors to check the file, but not to read the arrays, because the
+    library's numpy reader supports neither bfloat16 nor float8. Raises UserError if the file cannot
+    be read or is damaged, or if an array has a dtype that is not in SAFETENSORS_DTYPES."""
     try:
         # The library checks that the header fits the file, and that no tensors overlap.
         with safetensors.safe_open(path, 'numpy'):

@@ -140,11 +140,11 @@ def blockwise_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, mask_BxTxS, *, scale=No
     """Computes dot_product_attention of jax_transformer.py for a piece of a long prompt, without
     dropout and gradients.
 
-    Takes 256 queries at a time (all queries, if 256 does not divide T), and for them one block of n
-    = 256 keys after the other, with a running softmax (arXiv:2205.14135). So scores take [B, G, TQ,
-    n], not [B, G, TQ, S], and blocks that the mask rules out are skipped. For a cache of more than
-    2,048 slots n is 512, because larger matmuls are faster: 0.95 of the time for 4,096 tokens of
-    SmolLM2."""
+    Takes t = 256 queries at a time, or all T queries if 256 does not divide T. For these queries,
+    takes one block of n = 256 keys after the other, with a running softmax (arXiv:2205.14135), and
+    skips blocks that the mask rules out. So scores take [B, G, t * H / G, n] at a time, not [B, G,
+    T * H / G, S]. For a cache of more than 2,048 slots, n is 512, because larger matmuls are
+    faster: 0.95 of the time for 4,096 tokens of SmolLM2."""
     B, T, H, K = q_BxTxHxK.shape
 
     def attend(queries):

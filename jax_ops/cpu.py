@@ -154,10 +154,11 @@ def nt_bfloat16_row(x_1xI, w_OxI):
 
     The steps have this form for XLA:CPU:
     - FLOAT_LANES is 16, because 16 partial sums fill vector registers. 32 partial sums would be
-      slower (docs/lab_log.md#sixteen-lanes), above all for float32 weights, which nt_chosen passes
-      to the same loop. A row of a block [t, 32] in float32 is two cache lines. LLVM makes vectors
-      of 8, so its first pass over the block, for 8 of the 32 sums, would read only one of each two
-      cache lines. A row of 16 is one cache line.
+      slower (docs/lab_log.md#sixteen-lanes), above all for the float32 weights of nt_chosen, which
+      computes the same sums. LLVM makes vectors of 8, so a loop over the t rows of a block computes
+      only 8 of the partial sums, and another loop computes the next 8. In float32, a row of a block
+      [t, 32] is two cache lines, and the first loop would skip every second cache line. A row of a
+      block [t, 16] is one cache line, so the first loop reads all cache lines in order.
     - t is at most 20, because LLVM does not unroll a longer sum.
     - Step 1 sums two rows of w in one reduction with two operands: row i of the first half of w,
       and row i of the second half. XLA would compile a reduction with one operand to a slower
@@ -242,8 +243,9 @@ def join_halves(halves, O):
 
 
 def nt_chosen(x_RxI, w_ExOxI, matrix_R):
-    """Computes [x[r] @ w[matrix_R[r]].T for r in range(R)] -> float32 [R, O] of bfloat16 or float32
-    arrays, each row as in nt_bfloat16_row."""
+    """Computes [x[r] @ w[matrix_R[r]].T for r in range(R)], float32 [R, O]. x and w are bfloat16 or
+    float32. Each row is computed in the same way as in nt_bfloat16_row. float_lane_terms(I) must
+    not be None."""
     R, I = x_RxI.shape
     O = w_ExOxI.shape[1]
     terms = float_lane_terms(I)
@@ -279,8 +281,9 @@ def on_tensor_ranks(multiply, x_RxI, w_OxI, tp):
     tp: how w is sharded, as in linear(). COLUMN_PARALLEL: each rank has some outputs. ROW_PARALLEL:
     each rank has some inputs, and the partial sums are all-reduced.
 
-    Without this function, XLA's partitioner would gather w, because nt_int16_row splits the rows of
-    w into halves."""
+    Without this function, XLA's partitioner would all-gather w on every rank. The reason is that
+    nt_int16_row splits w into the first and the second half of its rows, which are not shards of
+    w."""
     mesh = current_mesh()
     n_ranks = mesh.shape['tensor'] if mesh else 1
     by_outputs = n_ranks > 1 and tp == COLUMN_PARALLEL and len(w_OxI) % n_ranks == 0

@@ -51,7 +51,9 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
 
 
 def devices_of(tree):
-    """Returns the set of devices that hold the first leaf of a tree."""
+    """Returns the set of devices that hold one leaf of a tree of dicts."""
+    while isinstance(tree, dict):  # to flatten the whole tree takes 0.4 ms for 30 layers
+        tree = next(iter(tree.values()))
     return jnp.asarray(jax.tree.leaves(tree)[0]).devices()
 
 
@@ -71,12 +73,13 @@ def quantize_params(params, stored_as=jnp.int8):
 
 
 def quantize_param(path, p, stored_as=jnp.int8):
-    """Returns the parameter p as Int8, with one scale per output, if it is a matrix named kernel,
-    wte or lm_head. Returns other parameters unchanged. wpe, kv_b and the router's kernel are
-    unchanged, too, because they are small, and because routing is sensitive.
+    """Returns the parameter p as Int8, with one scale per output, if p is named kernel, wte or
+    lm_head. Returns the parameters of the router and all other parameters unchanged. The matrices
+    wpe and kv_b stay unchanged because they are small. The router's kernel stays unchanged because
+    rounding it could change the choice of experts.
 
-    path: the parameter's path in the tree, a tuple of names. stored_as: the dtype of the values of
-    the Int8, int8 or uint8."""
+    path: the parameter's path in the tree, a tuple of names. stored_as: jnp.int8 or jnp.uint8, the
+    dtype in which the Int8 object stores its values."""
     kernel = as_kernel(p)
     if path[-1] not in ('kernel', 'wte', 'lm_head') or 'router' in path:
         return kernel.stored()

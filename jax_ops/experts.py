@@ -191,10 +191,15 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     """Computes [f(weights[expert_R[r]], x_RxD[r]) for r in range(R)], with zeros if expert_R[r] is
     not in 0 .. E-1.
 
-    way: one of EXPERT_WAYS (layers.py). A few rows, as in decoding, are computed one by one under
-    four conditions: on a CPU, with the way 'loop', outside a mesh, and if the weights have the form
-    of convert_params_for_decoding (can_be_chosen). Otherwise rows are computed in blocks, each of
-    one expert's rows."""
+    way: one of EXPERT_WAYS (layers.py).
+
+    Rows are usually computed in blocks (experts_in_blocks). Each block has rows of one expert. A
+    few rows, as in decoding, are computed without blocks (experts_one_by_one), if all of the
+    following is true:
+    - the device is a CPU, and there is no mesh;
+    - `way` is 'loop';
+    - the weights have the form of convert_params_for_decoding, and R is small enough for them. The
+      method can_be_chosen of their kernels checks both."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty
@@ -208,9 +213,12 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
 
 def experts_one_by_one(f, weights, x_RxD, expert_R):
-    """Does the same as grouped_experts, without blocks: calls f once for all rows. In this call
-    each kernel is a Chosen, with which linear() multiplies each row by the matrix of the row's
-    expert. So neither a copy of the weights nor a loop around f is needed."""
+    """Does the same as grouped_experts, without blocks: each row is multiplied separately by the
+    matrices of its expert. All elements of expert_R must be in 0 .. E-1.
+
+    Calls f once, for all rows. In this call each kernel is a Chosen, and instead of each bias [E,
+    O], f gets the biases of the rows' experts, [R, O]. With a Chosen, linear() multiplies each row
+    of x by the matrix of the row's expert, without copying the matrix first."""
     def choose(w):
         return as_kernel(w).choose(expert_R)
 

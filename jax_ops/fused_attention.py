@@ -101,8 +101,9 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
     the positions 2 3 6 7. A second all-to-all exchanges the results back.
 
     For a piece of device d, chunked attention computes the scores of all keys of the devices 0 to
-    d, and masks the later keys. So it computes (C + 1) / 2C of all scores, where the mask leaves
-    1/2. It computes fewer scores if scores.window or scores.chunk limits the keys of a query."""
+    d, and masks the later keys. So it computes (C + 1) / 2C of all scores, although the causal mask
+    keeps only about half of all scores. Chunked attention computes fewer scores if scores.window or
+    scores.chunk limits the keys of a query."""
     n_context = jax.lax.axis_size('context')
     T = q_BxTxHxK.shape[1]
     n = T // n_context

@@ -198,8 +198,8 @@ class Kernel:
         return self
 
     def fused_linear(self, x, bias, widths):
-        """Computes linear(x, kernel, bias), and splits the result on its last axis into parts of
-        `widths` columns. Returns the list of the parts. The kernel [I, sum(widths)] holds the
+        """Computes linear(x, self, bias), and splits the result on its last axis into parts of
+        `widths` columns. Returns the list of the parts. This kernel, [I, sum(widths)], holds the
         kernels of several projections side by side, as c_attn does.
 
         With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
@@ -218,9 +218,8 @@ class Kernel:
         return self
 
     def gathered(self, dtype, tp):
-        """Returns the kernel all-gathered over fsdp, if it is a Plain. Plain overrides this method,
-        and returns its array, gathered by all_gather_param. Every other Kernel returns itself
-        unchanged. dtype, tp: as in all_gather_param."""
+        """Returns this kernel unchanged. Only Plain overrides this method, and returns the kernel's
+        array, all-gathered over fsdp by all_gather_param. dtype, tp: as in all_gather_param."""
         return self
 
     def can_be_chosen(self, n_rows):

@@ -120,12 +120,13 @@ def batch_axes(n_rows):
 
 def partition_specs(tree, mesh, *, over_replicas=False):
     """Returns the tree of partition specs of a parameter tree or TrainState, by PARTITION_RULES. A
-    rule assigns axes of the mesh to each of the last dimensions of a leaf. The number of shards of
-    a dimension is the product of the sizes of its axes. While this number does not divide the size
-    of the dimension, the last of its axes is dropped.
+    rule has an entry for each of the trailing dimensions of a leaf: the axes of the mesh over which
+    the dimension is sharded. The number of shards of a dimension is the product of the sizes of its
+    axes. If this number does not divide the size of the dimension, the last axes are left out, as
+    many as necessary.
 
-    over_replicas: whether a dimension with the axis fsdp in its rule also gets the axes data and
-    context. The axis fsdp may have size 1."""
+    over_replicas: whether a dimension with the axis fsdp in its rule is sharded over the axes data
+    and context, too, even if fsdp has size 1."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = rule_of(name)

@@ -75,9 +75,10 @@ class DiskRun:
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)
 
     def shown(self, text):
-        """Returns `text`, a path or a message with paths, as the user knows the paths. Here `text`
-        is returned unchanged, because the user knows the paths on a disk. BucketRun.shown puts the
-        gs:// URL of the run in place of the path `files`."""
+        """Returns the string to print for the user in place of `text`. text: a path, or a message
+        with paths. For a run on a disk, the string is `text` itself. BucketRun.shown replaces the
+        path of `files`, a temporary folder that the user does not know, by the run's gs://
+        URL."""
         return str(text)
 
     def refresh(self):

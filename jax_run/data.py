@@ -122,12 +122,16 @@ def check_meta(meta):
 
 def load_dataset_meta(data_dir):
     """Reads the meta.json of a data set. Returns a dict with the keys:
-    - 'vocab_size'; 'dtype', 'uint16' or 'uint32'; 'tokenizer', its description (load_tokenizer);
-    - 'max_id', the largest token id; 'train_tokens' and 'val_tokens', the numbers of tokens;
-    - 'kind', 'chats' or 'pairs', which have masks; 'row_length', the tokens of a prepared row;
-    - 'digests', {file: SHA-256};
-    - 'bytes', {split: number of UTF-8 bytes of the split's text};
-    - 'token_bytes', {split: number of bytes of text that the split's tokens stand for, added up
+    - 'vocab_size': the number of token ids;
+    - 'dtype': 'uint16' or 'uint32', the dtype of the tokens in the files;
+    - 'tokenizer': the description of the tokenizer, as load_tokenizer takes it;
+    - 'max_id': the largest token id;
+    - 'train_tokens' and 'val_tokens': the number of tokens of each split;
+    - 'kind': 'chats' or 'pairs', the kinds of data sets that have masks;
+    - 'row_length': the number of tokens of a prepared row;
+    - 'digests': {file: SHA-256};
+    - 'bytes': {split: number of UTF-8 bytes of the split's text};
+    - 'token_bytes': {split: number of bytes of text that the split's tokens stand for, added up
       token by token (load_token_bytes)}.
     In a data set of chats, 'bytes' and 'token_bytes' include only the text that counts in the loss.
     meta.json must have 'vocab_size', 'dtype' and 'tokenizer'. Every other key that is missing in

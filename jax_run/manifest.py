@@ -3,7 +3,7 @@ devices.
 
 Every checkpoint keeps the manifest in its metadata. A resume compares the data of the manifests.
 Several processes compare what `flatten` returns before they train together. The manifest holds no
-path, host or user name.
+host name, no user name, and no path but those of `sources` inside the program's folder.
 
 | key | |
 |---|---|
@@ -195,13 +195,15 @@ def find_settings():
 
 def find_changed(known, now):
     """Compares a manifest `known` with a later manifest `now`. Returns what differs as {part:
-    {name: [value in known, value in now]}}, such as {'versions': {'jax': ['0.9', '0.10']}}. The
-    parts 'flags', 'devices', 'versions', 'settings' and 'sources' have the names of entries of the
-    manifest. The part 'chosen' is no entry: it has the differences of the entries 'dtype',
-    'attention' and 'experts'. A part without differences is missing.
+    {name: [value in known, value in now]}}, such as {'versions': {'jax': ['0.9', '0.10']}}. A part
+    without differences is missing.
 
-    Leaves out names that only one manifest has, and the flags in WITHOUT_EFFECT. Does not compare
-    the data; find_changes does that."""
+    The parts 'flags', 'devices', 'versions', 'settings' and 'sources' are entries of the manifest,
+    each a dict {name: value}. Names that are in only one of the two manifests are left out, and so
+    are the flags in WITHOUT_EFFECT. The part 'chosen' is not an entry of the manifest. Its names
+    are 'dtype', 'attention' and 'experts', which are entries with a single value each.
+
+    Does not compare the data; find_changes does that."""
     changed = {}
     for part in ('flags', 'devices', 'versions', 'settings', 'sources'):
         before, after = known.get(part, {}), now[part]
@@ -226,8 +228,10 @@ def list_changes(changed, there):
 
 
 def say_what_differs(changed):
-    """Prints which versions, settings and kind of device a resume has changed, because they may
-    change bits of the results. changed: what find_changed returns."""
+    """Prints a line on the versions, settings and kind of device that differ between a resumed run
+    and the same run before the resume. Prints nothing if none of them differs. After such a
+    difference, the results may not be equal bit for bit to those of a run without it. changed: what
+    find_changed returns."""
     changes = []
     for part in ('versions', 'settings', 'devices'):
         for name, (before, now) in changed.get(part, {}).items():
@@ -359,9 +363,10 @@ def val_digest(manifest):
     """Returns a digest of the validation data. Losses of two runs can be compared if the runs'
     digests are equal. manifest: a run's manifest.
 
-    The digest is made from the fraction of each data set, and from the size and the samples (a
-    CRC-32) of each file, see describe_file. The SHA-256 of a file is left out, because only some
-    data sets have it in their meta.json."""
+    The digest is made from each data set's share in the mixture. It is also made from two values of
+    each validation file (see describe_file): the size, and `samples`, the CRC-32 of some blocks of
+    the file's bytes. The SHA-256 of a file is left out, because only some data sets have it in
+    their meta.json."""
     files = []
     for one in manifest['data']:
         of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()

@@ -88,7 +88,10 @@ class Deadline:
         self.measure_from(run.iter_num, 0.0)
 
     def measure_from(self, iter_num, evaluating_s):
-        """Begins a measurement before iteration iter_num. evaluating_s: RunLog.evaluating_s now."""
+        """Begins to measure the seconds of an iteration and of an evaluation, before iteration
+        iter_num. count_fitting reads these measurements later.
+
+        evaluating_s: the present RunLog.evaluating_s, the seconds of all evaluations so far."""
         self.first = iter_num
         self.begun = time.perf_counter()
         self.evaluating_s = evaluating_s
@@ -109,9 +112,14 @@ class Deadline:
         return is_moved
 
     def count_fitting(self, iter_num, evaluating_s):
-        """Returns how many iterations fit into the remaining time, from iteration iter_num on, at
-        the average speed since the last measurement. The time of the evaluation at the end is
-        subtracted first. evaluating_s: RunLog.evaluating_s now."""
+        """Returns how many iterations fit into the remaining time, from iteration iter_num on; 1 if
+        none fits. The time of the evaluation at the end is subtracted from the remaining time
+        first. Assumes that an iteration and an evaluation take as long as on average since the last
+        call of measure_from. If there was no evaluation since that call, assumes the time of
+        earlier evaluations, or 0 if there was none.
+
+        evaluating_s: the present RunLog.evaluating_s, the seconds of all evaluations so far. It is
+        needed to separate the time of the evaluations from the time of the iterations."""
         now = time.perf_counter()
         evaluating_s -= self.evaluating_s
         every = self.eval_interval

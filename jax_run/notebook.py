@@ -123,9 +123,10 @@ def watched():
 
 @contextlib.contextmanager
 def settings_kept():
-    """Restores, at the end of the with block, the settings of this process that the script changes:
-    hooks, arguments, output, levels of logging, XLA_FLAGS. Within the block, a second interrupt
-    outside of a save raises KeyboardInterrupt instead of ending the process (see StopSignal)."""
+    """Restores, at the end of the with block, the settings of this process that train_jax.py
+    changes: hooks, arguments, output, levels of logging, XLA_FLAGS. A notebook needs this, because
+    its process lives on after train_jax.py has ended. Within the block, a second interrupt outside
+    of a save raises KeyboardInterrupt instead of ending the process (see StopSignal)."""
     names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
     saved = {name: getattr(sys, name) for name in names}
     output = {name: getattr(sys.stdout, name, None) for name in ('line_buffering', 'errors')}

@@ -130,9 +130,9 @@ class OutDir:
         when a signal stops the run. With a loss, the checkpoint can be chosen as the best. Adds
         nothing if the data changed at iter_num.
 
-        Call this method after each evaluation. If the run is in a bucket, each call also uploads
-        the run's changed files, before it adds val_loss. The bucket then has a metrics.jsonl with
-        this evaluation."""
+        Call this method after each evaluation, when metrics.jsonl already has the evaluation. If
+        the run is in a bucket, each call first uploads the run's changed files. One of these files
+        is metrics.jsonl. Only then does the call add val_loss to the checkpoint."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num
@@ -208,8 +208,11 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints a line if a resumed run counts other bytes than before for its bits per byte. earlier,
-    now: the values of Data.bpb_bytes before and now."""
+    """Prints a line if the metric "bits per byte" of a resumed run counts the bytes of something
+    else than before. This is so if the data set was made anew.
+
+    earlier, now: what the metric counted before and what it counts now, each a value of
+    Data.bpb_bytes. 'tokens': the bytes that the tokens stand for. 'text': the bytes of the text."""
     if earlier != now:
         print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '
               'before: the data set was made anew, and the two do not compare')

@@ -91,10 +91,13 @@ def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
     tokens. The last token of a window is the first token of the next window.
 
     Each epoch has a random offset of its own, the position at which its leftmost window starts. The
-    offset is drawn from 0 to the number of tokens that are in no window of the epoch, inclusive.
-    The text has room for (n_tokens - 1) // block_size windows. An epoch has one window fewer, which
-    leaves room for an offset of at least block_size. If the text has room for only one window, an
-    epoch has this window."""
+    offset is drawn from 0, 1, ..., n_spare, where n_spare is the number of tokens that are in no
+    window of the epoch.
+
+    The text has room for (n_tokens - 1) // block_size windows, but an epoch has one window fewer.
+    So n_spare is at least block_size, and over many epochs a window can start at any position. If
+    the text has room for only one window, an epoch has this window, and n_spare is less than
+    block_size."""
     n = max(1, (n_tokens - 1) // block_size - 1)
     return Order(n, seed, stride=block_size, n_offsets=n_tokens - n * block_size)
 
@@ -217,11 +220,11 @@ class Windows:
         return np.arange(n_rows) * last // max(1, n_rows - 1)
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
-        """Returns the Evaluation: the n_rows sequences that every evaluation reads, with the counts
-        of their tokens and bytes.
+        """Returns the Evaluation: the n_rows sequences that every evaluation reads, the share of
+        their targets that is part of the loss, and the number of bytes of these targets.
 
-        token_bytes: the bytes of each token id, for bits per byte; None to count no bytes. Raises
-        UserError if none of the tokens counts."""
+        token_bytes: the number of bytes of each token id, for bits per byte. With None, the
+        Evaluation has no number of bytes. Raises UserError if no target is part of the loss."""
         places = self.spread(n_rows)
         if self.mask is None and token_bytes is None:
             return Evaluation(places)
@@ -569,9 +572,9 @@ def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
 
 
 def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: Any) -> Windows:
-    """Returns a source of tokens: Rows if the tokens were prepared in rows, [n_rows, block_size +
-    1]; Windows if they are one long text, [n_tokens]. options: keyword arguments of Rows or
-    Windows."""
+    """Returns a source of tokens. The source is a Rows, a subclass of Windows, if the tokens were
+    prepared in rows, [n_rows, block_size + 1]. The source is a Windows if the tokens are one long
+    text, [n_tokens]. mask, options: the other arguments of Rows and Windows."""
     kind = Rows if tokens.ndim == 2 else Windows
     return kind(tokens, mask, **options)
 

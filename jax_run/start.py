@@ -303,8 +303,10 @@ def open_program(run, data, layout, objective):
     """Builds the Program of a run from its flags, its data, its model and the devices. Raises
     UserError if the devices cannot split or compute the model. objective: see assemble.
 
-    The Program trains with sequences of flags['block_size'] tokens. With RoPE, block_size in
-    run.model.config, which checkpoints store, can be larger."""
+    The Program trains with sequences of flags['block_size'] tokens. A pretrained or resumed model
+    with RoPE may support longer sequences. Then run.model.config.block_size is larger than the
+    flag. Checkpoints store run.model.config, so a shorter training does not reduce the block_size
+    of the model."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)

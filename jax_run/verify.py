@@ -164,11 +164,13 @@ def run_at(run, folder, step):
 
 
 def describe_seconds(intervals, records):
-    """Returns a text that tells the user how long --verify may take: the number of iterations in
-    the Intervals `intervals`, and about how many seconds the run took for as many iterations. The
-    seconds are the number of iterations times the median time of an iteration in `records`, the
-    records of metrics.jsonl. If no record has a time, the text has only the number of
-    iterations."""
+    """Returns a text that tells the user how long --verify may take, such as '20 iterations, which
+    took about 5 s by its log'. intervals: the Intervals to train again. records: the records of
+    metrics.jsonl.
+
+    The first number of the text is the number of iterations in all `intervals`. The seconds are
+    this number times the median time of an iteration in `records`. If no record has a time, the
+    text has only the number of iterations."""
     times = [record['time_ms'] for record in records if record.get('time_ms')]
     n = sum(last - first for first, last in intervals)
     if not times:

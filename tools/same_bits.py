@@ -309,7 +309,8 @@ CASES = (data_sets, gpt, resumed, float16, qwen, chat, sharded, old_runs_go_on)
 
 def compare(old, new):
     """Returns a list of lines, one for each name with different values in `old` and `new`. old:
-    {name: value}, computed by the checkout of the commit. new: the same, computed by this tree."""
+    {name: value}, computed by the code of the commit to compare with. new: the same, computed by
+    the code of this repository's working tree."""
     lines = []
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):

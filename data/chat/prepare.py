@@ -194,7 +194,9 @@ def encode_row(row, enc):
 
 
 def why_left_out(example):
-    """Returns why an Example teaches nothing; '' if it teaches something."""
+    """Returns a text, the reason why an Example is left out of the data set; '' if it is kept. An
+    Example is left out if one of its conversations has no answer that counts in the loss, or if the
+    two conversations of a pair are equal. A model would learn nothing from such an Example."""
     if not all(example.counted):
         return 'no answer in them counts'
     if len(example.conversations) == 2 and example.conversations[0] == example.conversations[1]:
@@ -224,7 +226,9 @@ def check_ends(ids, mask, enc):
     """Checks whether sampling will stop at the end of an answer. Returns a warning, or '' if
     sampling will stop. White space at the end of an answer is ignored. There are three cases:
 
-    - Some answers end with a stop token, or the first answers have a stop text: returns ''.
+    - Some answers end with a stop token, or there is a stop text somewhere in the answers among the
+      first 65,536 tokens: returns ''. A stop text is a text at which sampling stops, see
+      read_stop_texts in jax_hub/tokenizers.py.
     - No answer ends with a stop token, but some answers end with other special tokens: returns a
       warning that names these tokens, because sampling will not stop at them.
     - No answer ends with a stop token or another special token: raises UserError, because a model

@@ -1,9 +1,11 @@
 """
-Save the openwebtext dataset as GPT-2 BPE tokens, in the train.bin and val.bin that nanoGPT's script writes.
-The documents are those of the Hugging Face hub, or of parquet files with a column "text": name a folder or a pattern.
+Tokenize the openwebtext dataset with GPT-2's BPE, and write train.bin and val.bin. By default, both
+files have the same content as those of nanoGPT's script, and the documents come from the Hugging
+Face hub. To prepare other documents, name a folder or a pattern of parquet files with a column
+"text":
 $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
-Interrupted and started again, the script continues from the cache of `datasets`, which holds what it has downloaded
-and tokenized.
+Interrupted and started again, the script continues from the cache of `datasets`, which holds what
+it has downloaded and tokenized.
 """
 import glob
 import os

@@ -191,8 +191,9 @@ class Maker:
 
     @property
     def example(self):
-        """An example of a name to ask about, for the answers to greetings: shutil.copyfile, or the
-        alphabetically first of self.names if they lack shutil.copyfile."""
+        """The name that the answer to a greeting suggests to the user, as an example of a question.
+        This is shutil.copyfile if self.names has it, else the alphabetically first name in
+        self.names."""
         known = 'shutil.copyfile'
         return known if known in self.names else min(self.names)
 

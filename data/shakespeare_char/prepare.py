@@ -1,6 +1,7 @@
 """
-Prepare a text for character-level language modeling: every character is a token, no BPE.
-Tiny Shakespeare by default, or a text of your own, into a folder of its own:
+Prepare a text for character-level language modeling. Every character is a token; there is no BPE.
+The text is Tiny Shakespeare by default. To prepare a text of your own, name its file, and a folder
+for the data set:
 $ python data/shakespeare_char/prepare.py mytext.txt --out_dir data/mytext
 Saves train.bin and val.bin with the ids, and meta.json with the vocabulary.
 """

@@ -198,13 +198,14 @@ def by_split(lengths):
 
 
 def cut_back(files, log, width):
-    """Truncates the open files of an interrupted run of this script after the last piece that `log`
-    lists, and returns the number of listed pieces. write_tokens can then go on with the next piece.
-    If a file of tokens is shorter than `log` says, as after a power failure, empties all files and
-    returns 0.
+    """Removes the last, incomplete piece that an interrupted run of this script may have left in
+    its files, and returns the number of complete pieces. write_tokens can then go on with the next
+    piece. A piece is complete if `log` has its number of tokens. Truncates each file of tokens
+    after the last complete piece. If a file of tokens is shorter than `log` says, as after a power
+    failure, empties the files of tokens and `log`, and returns 0.
 
-    files: the files of tokens, of train and of val. log: the file of lengths, with the number of
-    tokens of each piece that was written completely. width: the number of bytes of a token."""
+    files: the open files of tokens, of train and of val. log: the open file of lengths. It has the
+    number of tokens of each complete piece, see by_split. width: the number of bytes of a token."""
     lengths = np.fromfile(log.name, np.int32)
     ends = [width * int(part.sum()) for part in by_split(lengths).values()]
     if any(os.path.getsize(file.name) < end for file, end in zip(files, ends)):
