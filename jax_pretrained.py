@@ -578,9 +578,9 @@ def deinterleave_rope(n_rows, head_width, rope_width):
     [n_rows, in] from the order on disk to the order that apply_rope() needs. Row i in the new order
     is the row with the number indices[i] on disk.
 
-    n_rows = heads * head_width. On disk, the last rope_width rows of each head are pairs, such as
-    x0 y0 x1 y1. apply_rope() needs the first rows of all pairs, then the second rows: x0 x1 y0
-    y1."""
+    n_rows = heads * head_width. Only the last rope_width rows of each head are reordered; they stay
+    at the end of the head. On disk they are pairs, such as x0 y0 x1 y1. apply_rope() needs the
+    first row of each pair, then the second row of each pair: x0 x1 y0 y1."""
     heads = np.arange(n_rows).reshape(-1, head_width)
     nope = heads[:, :head_width - rope_width]
     rope = heads[:, head_width - rope_width:]

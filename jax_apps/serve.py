@@ -192,9 +192,9 @@ class Job:
     the answer on its way back."""
 
     def __init__(self, connection, is_chat, body, server):
-        """Reads and checks the body of the request. connection: the client's socket. is_chat:
-        whether the request is a chat, instead of completions. body: its JSON object. server: the
-        Server. Raises Refusal for an invalid body."""
+        """Checks the options of a request, and keeps them. connection: the client's socket.
+        is_chat: whether the request is a chat, instead of completions. body: the JSON object of the
+        request's body, a dict. server: the Server. Raises Refusal for an invalid body."""
         self.connection = connection
         self.is_chat = is_chat
         self.model = server.name
@@ -380,8 +380,9 @@ class Server(ThreadingHTTPServer):
         chunk, and then goes to the end of the queue. Returns once stop() was called and the answers
         under way have ended.
 
-        Before a turn in which a chunk must be decoded, begins the answers to waiting requests.
-        These answers go to the front of the queue, so that each waits for at most one chunk."""
+        In some turns the chunk is there already, because a chunk was decoded for all answers of the
+        shared batch. Before each of the other turns, begins the answers to waiting requests. These
+        answers go to the front of the queue, so that a new request waits for at most one chunk."""
         jobs = collections.deque()  # those with an answer under way
         n_ended = 0  # answers that ended since others could begin
         while jobs or not self.is_ending:
@@ -702,8 +703,8 @@ def describe_logprobs(job, generation, i, end):
 # the thread of a connection
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers one request, and closes the connection. A stream is sent in HTTP/1.1 chunks, so that
-    a client can tell a stream that was cut off from a whole answer."""
+    """Answers one request, and closes the connection. A stream is sent in HTTP/1.1 chunks, which
+    end with an empty one. Without the empty chunk, a client knows that the answer is incomplete."""
     timeout = SILENCE
     default_request_version = 'HTTP/1.0'
     protocol_version = 'HTTP/1.1'

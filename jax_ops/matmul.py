@@ -24,8 +24,9 @@ def all_gather_param(param, dtype, tp=()):
     parameter's own dtype, with values that are rounded to `dtype`. The gradient is summed in the
     parameter's dtype.
 
-    tp: the shardings of the parameter before and after the gather, such as COLUMN_PARALLEL; () if
-    the parameter is not sharded."""
+    tp: a pair, the sharding of the parameter before the gather and its sharding after the gather.
+    COLUMN_PARALLEL is such a pair. () for a parameter that is not sharded, which is not
+    gathered."""
     if not current_mesh():
         return param
 

@@ -150,7 +150,7 @@ class Windows:
 
     @property
     def is_packed(self) -> bool:
-        """Whether conversations start within a row."""
+        """Whether a row can hold several conversations, so that one can start in its middle."""
         return False
 
     def make_order(self, seed: int) -> Order:

@@ -280,9 +280,9 @@ def chat(tree, inputs):
 
 
 def sharded(tree, inputs):
-    """Trains the same model as qwen(), but with AdamW, on eight devices (fsdp=2, tensor=2) and in
-    bfloat16. Returns the losses, {name: value}. tree: the Tree with the code to run. inputs: has no
-    effect; all cases have the same arguments."""
+    """Trains the same model as qwen(), but with AdamW, on eight devices (data=2, fsdp=2, tensor=2)
+    and in bfloat16. Returns the losses, {name: value}. tree: the Tree with the code to run. inputs:
+    has no effect; all cases have the same arguments."""
     out = tree.work / 'out-sharded'
     tree.train(out, *QWEN, *SHARDED, tree.data('bpe'), devices=8)
     return losses(out)

@@ -280,7 +280,8 @@ def read_question(row, name):
 
 def with_system(row, messages):
     """Returns the messages, with the row's "system" or "system_prompt" in front if the row has one.
-    Raises UserError if the messages begin with another system message."""
+    Raises UserError if the row has one, and the messages begin with a system message of another
+    text."""
     texts = [row[name] for name in SYSTEMS if row.get(name)]
     if not texts:
         return messages

@@ -5,11 +5,12 @@ other forms are read too, see readme.md. The chat template of the model writes t
 text, and only the assistant's tokens count in the loss:
 $ python data/chat/prepare.py mychats.jsonl --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mychats
 Rows with a question in "messages" and two answers, "chosen" and "rejected", make pairs for DPO; see
-config/finetune_dpo.py. With --rows=1024 each row of training holds whole conversations, which do
-not see each other. Without --rows, all conversations are one long text, from which training cuts
-windows. If no file is named, the script reads example.jsonl beside itself. Saves train.bin and
-val.bin with the ids, train_mask.bin and val_mask.bin with a byte for each id, meta.json that says
-how to read them, and a copy of the tokenizer.
+config/finetune_dpo.py. With --rows=1024, whole conversations are packed into sequences of 1024
+tokens for training, and the conversations in a sequence do not see each other. Without --rows, all
+conversations are one long text, from which training cuts windows. If no file is named, the script
+reads example.jsonl beside itself. Saves train.bin and val.bin with the ids, train_mask.bin and
+val_mask.bin with a byte for each id, meta.json that says how to read them, and a copy of the
+tokenizer.
 """
 import bisect
 import collections
@@ -45,12 +46,11 @@ class Told(NamedTuple):
     lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
 
     def update(self, row):
-        """Adds to the Counters what is to be told about one row of the file.
+        """Counts the notes about one row of the file.
 
-        row: the row's line of the journal, a dict. The journal is the file in which read_examples
-        writes a line for each row that is done. The line has a list of texts under the name of a
-        Counter. Each text adds 1 to its count in this Counter. A Counter without a list in the line
-        does not change.
+        row: {name of a Counter: list of texts}. Each text adds 1 to its count in this Counter. A
+        Counter without a list does not change. `row` is the row's line of the journal, the file in
+        which read_examples writes a line for each row that is done.
 
         For example, {'forms': ['"prompt" and "completion"'], 'columns': ['id', 'date']} adds 1 to
         one count in `forms`, and 1 to each of two counts in `columns`."""
