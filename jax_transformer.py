@@ -275,7 +275,8 @@ class CausalSelfAttention(nn.Module):
                  cache: dict | None = None) -> tuple[Array, Stream | None, dict | None]:
         """Returns (y_BxTxD, the output; `stream`, unchanged; the layer's new KV cache).
 
-        x_BxTxD: the normalized input. stream: the arrays between blocks. call: the inputs that
+        x_BxTxD: the normalized input. stream: the arrays that flow from block to block; this layer
+        neither reads nor changes them, but another kind of attention may. call: the inputs that
         all blocks share; by default, positions 0 .. T-1. cache: the layer's KV cache, see
         update_kv_cache; None is no cache."""
         cfg = self.config

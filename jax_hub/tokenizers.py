@@ -326,10 +326,11 @@ def is_as_filed(folder, settings):
     """Returns whether tokenizer.json and `settings`, the content of tokenizer_config.json, describe
     the tokenizer of a folder completely.
 
-    Three things must hold. The class that `settings` name is AS_FILED, a class that adds nothing to
-    tokenizer.json. `settings` have no chat template, no added token and no auto_map. The folder has
-    no other file that could change the tokenizer. config.json is such a file, so the result is
-    False for the folder of a whole model."""
+    Three things must hold:
+    - The tokenizer_class in `settings` is AS_FILED, a class that adds nothing to tokenizer.json.
+    - `settings` has no chat template, no added token and no auto_map.
+    - The folder has no other file that could change the tokenizer. config.json is such a file, so
+      the result is False for the folder of a whole model."""
     others = ('config.json', 'special_tokens_map.json', 'added_tokens.json', *TEMPLATES)
     return (settings.get('tokenizer_class') == AS_FILED
             and not settings.keys() & {'chat_template', 'added_tokens_decoder', 'auto_map'}

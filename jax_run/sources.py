@@ -248,8 +248,9 @@ class Windows:
 class Rows(Windows):
     """A split that was prepared in rows of block_size + 1 tokens, each read as a whole.
 
-    tokens and mask: [n_rows, block_size + 1]. With a mask, several conversations are packed into
-    a row, and batches have 'start' and 'padding' too."""
+    tokens and mask: [n_rows, block_size + 1]. If there is a mask, the rows are packed
+    conversations, several in a row. Batches then have the entries 'weight', 'start' and 'padding'
+    (see read_mask)."""
 
     @property
     def is_packed(self) -> bool:
