@@ -16,8 +16,9 @@ accuracy_norm chooses the option with the highest log-probability per character.
 
 If --tasks names a folder, the folder is a bundle of tasks in the form of DCLM's CORE. A bundle may
 join texts by another delimiter than a space. For the tasks of a bundle, accuracy chooses the option
-with the highest log-probability per token, and centered is accuracy rescaled so that guessing gets
-0 and no mistake gets 1."""
+with the highest log-probability per token. The tasks of a bundle have one more result, centered. It
+is the accuracy on another scale: 0 is the accuracy of guessing, 1 means that every item is
+right."""
 import csv
 import functools
 import json

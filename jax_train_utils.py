@@ -345,7 +345,9 @@ def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransfor
 
 
 def initial_loss_scale() -> dict:
-    """Returns the loss scale that float16 starts with, 2**16 as in torch.amp.GradScaler."""
+    """Returns the initial state of float16's loss scale. 'scale': the loss scale, 2**16 as in
+    torch.amp.GradScaler. 'good_steps': 0, the number of updates without an overflow
+    since the scale last changed."""
     return {'scale': jnp.float32(2**16), 'good_steps': jnp.int32(0)}
 
 

@@ -246,7 +246,7 @@ class Job:
 
     @property
     def has_tokens(self):
-        """Whether the next step of the answer finds its tokens ready, and decodes no chunk."""
+        """Whether tokens for the next step of the answer are decoded already."""
         return self.row is not None and self.row.has_unread
 
     def is_gone(self):

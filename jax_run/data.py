@@ -131,8 +131,9 @@ def load_dataset_meta(data_dir):
     - 'row_length': the number of tokens of a prepared row;
     - 'digests': {file: SHA-256};
     - 'bytes': {split: number of UTF-8 bytes of the split's text};
-    - 'token_bytes': {split: number of bytes of text that the split's tokens stand for, added up
-      token by token (load_token_bytes)}.
+    - 'token_bytes': {split: number of bytes of the split's tokens, added up token by token
+      (load_token_bytes)}. It differs from 'bytes' if the tokenizer changes the text, for example
+      puts a space before it.
     In a data set of chats, 'bytes' and 'token_bytes' include only the text that counts in the loss.
     meta.json must have 'vocab_size', 'dtype' and 'tokenizer'. Every other key that is missing in
     meta.json has the value None in the dict.

@@ -178,8 +178,8 @@ class OutDir:
     @contextlib.contextmanager
     def writing(self, run, manifest, bpb_bytes):
         """Begins to write a run (see begin()). At the end of the with block, completes the
-        checkpoints saved so far, even if the run fails. Raises UserError if data have changed on
-        the disk; the message says from where the run can continue.
+        checkpoints saved so far, even if the run fails. Raises UserError if a file of the data set
+        changes during the run; the message names the checkpoint from which the run can continue.
 
         run: a Run. manifest: what open_manifest returns. bpb_bytes: see Data.bpb_bytes."""
         self.begin(run, manifest, bpb_bytes)

@@ -119,8 +119,8 @@ def is_c(module):
 
 
 def from_module(module):
-    """Yields a Named for a module, for each function and class in it that is written in C (the
-    language), and for each method of these classes."""
+    """Yields several Named: one for the module itself, one for each of its functions and classes
+    that are written in C (the language), and one for each method of these classes."""
     holder = importlib.import_module(module)
     prefix = '' if module == 'builtins' else f'{module}.'
     yield Named(module, 'module', first_sentence(holder.__doc__))
