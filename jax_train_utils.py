@@ -62,7 +62,8 @@ def cosine(schedule: Schedule, n: Array | int) -> Array:
 
 
 def linear(schedule: Schedule, n: Array | int) -> Array:
-    """Returns the learning rate after n updates: the peak, then a linear decay to the minimum."""
+    """Returns the learning rate after n updates: the peak until schedule.decay_from, then a linear
+    decay to the minimum."""
     n_decayed = jnp.clip(n - schedule.decay_from, 0, schedule.decay_iters)
     rate = schedule.peak_less_min * (1 - n_decayed * schedule.per_decay) + schedule.min_rate
     rate = jnp.maximum(rate, schedule.min_rate)  # rounding ends below

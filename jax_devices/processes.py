@@ -317,9 +317,9 @@ def exit_at_signals(is_said=False):
 
 
 class Terminal:
-    """Replaces sys.stdout or sys.stderr on a terminal. A terminal closes a moment before SIGHUP
-    comes. From then on all output is discarded, because otherwise print would raise an error, and
-    the run would end before it is saved."""
+    """Replaces sys.stdout or sys.stderr on a terminal. Once the terminal has closed, discards all
+    output. SIGHUP, at which the run is saved, comes a moment later than the terminal closes. An
+    error from print in this moment would end the run before it is saved."""
 
     def __init__(self, stream):
         self.stream = stream

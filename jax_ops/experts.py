@@ -316,7 +316,8 @@ def grouped_apply(f, weights, x_nxbxD, expert_n, n_used):
 
 
 def take_expert(weights, e):
-    """Returns weights[e] of every leaf [E, ...]."""
+    """Returns the weights of expert e: the tree `weights` with leaf[e] in place of each leaf [E,
+    ...]."""
     def take(w):
         return jax.lax.dynamic_index_in_dim(w, e, keepdims=False)
 

@@ -25,8 +25,7 @@ def all_gather_param(param, dtype, tp=()):
     parameter's dtype.
 
     tp: a pair, the sharding of the parameter before the gather and its sharding after the gather.
-    COLUMN_PARALLEL is such a pair. () for a parameter that is not sharded, which is not
-    gathered."""
+    COLUMN_PARALLEL is such a pair. With (), nothing is gathered: the parameter is not sharded."""
     if not current_mesh():
         return param
 

@@ -247,7 +247,8 @@ def load_masks(data_dir, splits):
     data set without masks, in which all tokens count.
 
     A mask has a byte for each token: 1 if it counts in the loss (an assistant's tokens), else 0. In
-    packed rows, the first token of a conversation or of the padding has 2 instead.
+    packed rows, the first token of each conversation and of the padding has 2. Like 0, 2 means that
+    the token does not count.
 
     A data set has masks if meta.json has a 'kind', or if a mask exists for at least one split.
     Raises UserError if such a data set lacks the mask of a split, or if a mask has another length

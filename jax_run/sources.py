@@ -177,7 +177,8 @@ class Windows:
         return batch
 
     def read_mask(self, places: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads the mask at `places`. Returns {'weight'}, see read()."""
+        """Reads the mask of the windows that start at `places`. Returns {'weight': float32 [B,
+        block_size]}, see read()."""
         _, mask_y = self.get(self.mask, places)
         return {'weight': (mask_y == COUNTS).astype(np.float32)}
 

@@ -136,8 +136,8 @@ def digest(data):
 
 
 def losses(out):
-    """Returns {name: value} of all that a run has logged, except times, such as {'loss at 3': 2.5}.
-    out: the run's folder, a Path."""
+    """Returns everything that a run has logged, except times: {name: value}, for example {'loss at
+    3': 2.5}. out: the run's folder, a Path."""
     found = {}
     for line in (out / 'metrics.jsonl').read_text().splitlines():
         row = json.loads(line)

@@ -142,8 +142,8 @@ def parsed(value, name):
 
 def read_turns(turns, name):
     """Returns the messages of the list `turns` in OpenAI's form. The turns are in OpenAI's form or
-    in ShareGPT's; the list may be given as JSON text. name: its column, for error messages. Raises
-    UserError if `turns` is not such a list."""
+    in ShareGPT's; the list may be given as JSON text. name: the name of the column that holds
+    `turns`, for error messages. Raises UserError if `turns` is not such a list."""
     turns = parsed(turns, name)
     if not isinstance(turns, list):
         raise UserError(f'"{name}" must be a list of {{"role": ..., "content": text}}')

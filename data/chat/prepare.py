@@ -226,9 +226,9 @@ def check_ends(ids, mask, enc):
     """Checks whether sampling will stop at the end of an answer. Returns a warning, or '' if
     sampling will stop. White space at the end of an answer is ignored. There are three cases:
 
-    - Some answers end with a stop token, or there is a stop text somewhere in the answers among the
-      first 65,536 tokens: returns ''. A stop text is a text at which sampling stops, see
-      read_stop_texts in jax_hub/tokenizers.py.
+    - Some answers end with a stop token: returns ''. Also returns '' if there is a stop text in the
+      answers; only the answers in the first 65,536 ids are searched. A stop text is a text at which
+      sampling stops, see read_stop_texts in jax_hub/tokenizers.py.
     - No answer ends with a stop token, but some answers end with other special tokens: returns a
       warning that names these tokens, because sampling will not stop at them.
     - No answer ends with a stop token or another special token: raises UserError, because a model

@@ -27,8 +27,8 @@ here = os.path.dirname(os.path.abspath(__file__))
 
 
 def write_rows(path, conversations):
-    """Writes conversations as JSON lines. A conversation is a list of questions and answers in
-    turn."""
+    """Writes conversations as JSON lines. A conversation is a list of texts: a question, its
+    answer, the next question, its answer, and so on."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, 'w') as f:
         for turns in conversations:
