@@ -659,9 +659,9 @@ def llama_tensor_maps(config, naming):
 
 
 def latent_rows(config, naming):
-    """Returns {module: row indices} for TensorMap.rows. The indices reorder the rows of the
-    module's matrix: row indices[i] on disk becomes row i in the order that apply_rope needs. The
-    modules are attn/q_b and attn/kv_a.
+    """Returns {module: indices} for TensorMap.rows. The modules are attn/q_b and attn/kv_a. The
+    indices reorder the rows of the module's matrix as apply_rope needs them: row i of the result is
+    the row with the number indices[i] on disk.
 
     Only models with multi-head latent attention have these modules. For other models, and for
     families that do not interleave RoPE's channels on disk, returns {}. naming: the family's

@@ -285,8 +285,9 @@ class TextModel:
         are generated at a time. When an answer ends, the next request starts.
 
         requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
-        'first_sample': a number, and fields of TextSampling by name}. The next request is read only
-        when its answer can start, so that a generator of requests can use the answers so far.
+        'first_sample': the number of the sample, which decides its random numbers; and fields of
+        TextSampling by name}. The next request is read only when its answer can start, so that a
+        generator of requests can use the answers so far.
         sampling, changes: the values of options that a request does not set.
         If a request is a text, the answer's 'text' is the continuation that generate makes, without
         the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as

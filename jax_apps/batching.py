@@ -111,8 +111,9 @@ class Batch:
     """A batch that decodes the rows of several answers together.
 
     n_rows: the number of rows that each step computes, even if fewer are being decoded. At most
-    n_rows rows can then be decoded together. A row gets the same bits however many other rows there
-    are, as long as attention reads the same number of slots of the KV cache.
+    n_rows rows can then be decoded together. The results of a row are then equal to the bit however
+    many other rows are decoded, as long as attention reads the same number of slots of the KV
+    cache.
     With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
     two. When rows leave, the batch does not shrink at once, because its whole state must be copied
     for this. Until it shrinks, a step computes up to twice as many rows as the remaining rows need.

@@ -504,7 +504,7 @@ class Server(ThreadingHTTPServer):
     def score(self, job, prompts):
         """Answers a Job with echo: continues each prompt, then scores the prompt and its
         continuation. Yields True after each chunk of the continuations, and after each piece of the
-        scoring.
+        scoring; take_turns then continues with other answers.
 
         At the end puts a list of Ends, one for each prompt, into job.events. The text and the
         log-probabilities of an End are of the prompt and its continuation. prompts: lists of token

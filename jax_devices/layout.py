@@ -209,8 +209,8 @@ class Layout:
         return jax.jit(step)
 
     def on_mesh(self, step):
-        """Returns step(state, batch) as a function that is traced on the mesh. Without a mesh,
-        returns `step` unchanged."""
+        """Wraps `step`, a function of (state, batch), so that it is traced on the mesh. Without a
+        mesh, returns `step` unchanged."""
         return step
 
     def mesh_context(self):

@@ -123,8 +123,9 @@ def gather_texts(text):
 
 @contextlib.contextmanager
 def in_all_processes():
-    """Raises a UserError in all processes if one process raises it in the with block, so that no
-    process waits for another. All processes must run the block."""
+    """Raises a UserError in all processes, at the end of the with block, if one process raises it
+    in the block. Without this, the other processes would continue, and wait in their next
+    collective for the process that has ended. All processes must run the block."""
     message = ''
     try:
         yield

@@ -86,8 +86,8 @@ class Collected(logging.Handler):
 def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
-    transformers imports PyTorch if PyTorch is installed. Therefore only this function imports
-    transformers, and it is called after jax has found its devices. Raises UserError if transformers
+    transformers imports PyTorch if PyTorch is installed, which takes seconds. Therefore only this
+    function imports transformers, when a file needs it, after jax has found its devices. Raises UserError if transformers
     is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:

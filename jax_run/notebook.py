@@ -33,8 +33,8 @@ def train(config='', **flags):
     In a notebook, shows loss.png, drawn again at each evaluation. After an interrupt, saves and
     returns what has been trained. A second interrupt ends the training at once, without saving.
     Raises UserError for everything that the script refuses, and for flags that this process cannot
-    follow (see check_process). Raises KeyboardInterrupt if an interrupt ends the training and nothing has been
-    saved."""
+    follow (see check_process). Raises KeyboardInterrupt if an interrupt ends the training and
+    nothing has been saved."""
     check_process(flags)
     arguments = [str(config)] if config else []
     arguments += [f'--{name}={value}' for name, value in flags.items()]

@@ -27,7 +27,7 @@ class Answer(NamedTuple):
 
 
 def ask(url, prompt, seed, max_tokens, temperature):
-    """Asks the server at `url` for a completion of `prompt`, a text, streamed. Returns the
+    """Asks the server at `url` for a streamed completion of the text `prompt`. Returns the
     Answer."""
     body = {'prompt': prompt, 'seed': seed, 'max_tokens': max_tokens, 'temperature': temperature,
             'stream': True, 'stream_options': {'include_usage': True}}

@@ -146,7 +146,8 @@ class Maker:
         return [self.ask_what(split, name), self.refusal(name)]
 
     def refusal(self, name):
-        """Returns the answer about a name that does not exist."""
+        """Returns the answer to a question about a name that is not in the library: there is no
+        such name."""
         return f'There is no {name} in {self.library}.'
 
     def follow_up(self, named, split, invented=None):
