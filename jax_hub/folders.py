@@ -87,8 +87,8 @@ def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
     transformers imports PyTorch if PyTorch is installed, which takes seconds. Therefore only this
-    function imports transformers, when a file needs it, after jax has found its devices. Raises UserError if transformers
-    is not installed."""
+    function imports transformers, when a file needs it, after jax has found its devices. Raises
+    UserError if transformers is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers
