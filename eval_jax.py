@@ -290,10 +290,13 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     """Returns {'accuracy', 'accuracy_norm', 'n'} of a task. For a task of a CORE bundle (see
     read_bundle), the result also has 'centered': 0 is as good as guessing, 1 is every item right.
 
+    'accuracy' chooses the option with the highest log-probability, 'accuracy_norm' the option with
+    the highest log-probability per character. A task of a bundle is evaluated as in nanochat:
+    'accuracy' chooses the option with the highest log-probability per token, and prompts are cut to
+    max_length tokens.
+
     The parameters are those of a task, see read_tasks. guessing: the accuracy of guessing in a task
-    of a bundle; None for any other task. In a bundle, as in nanochat, prompts are cut to max_length
-    tokens, and the model's answer for 'accuracy' is the option with the highest log-probability per
-    token."""
+    of a bundle; None for any other task."""
     # The rows of all items: one for each option.
     in_bundle = guessing is not None
     rows = []

@@ -198,6 +198,10 @@ def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
     return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
 
+# fold_in(key_B[b], number_B[b]) for each row b; it would take 1 ms if it were not compiled
+fold_in_each = jax.jit(jax.vmap(jax.random.fold_in))
+
+
 def log_probability(logits_BxV: Array, token_B: Array) -> Array:
     """Computes the natural log of each token's probability in the softmax of its row, float32
     [B]."""
@@ -250,7 +254,7 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
 
         logits_BxV = where_any(controls.repetition_penalty - 1, penalize, logits_BxV)
     # the n-th token of a row is drawn by its own key, whatever else is in the batch
-    key_B = jax.vmap(jax.random.fold_in)(state.key_B, state.n_generated_B)
+    key_B = fold_in_each(state.key_B, state.n_generated_B)
     logits_BxV = sampling_logits(logits_BxV, controls)
     token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)
     is_stop_B = (token_B[:, None] == jnp.array(controls.stop_tokens, jnp.int32)).any(-1)
@@ -463,9 +467,9 @@ def commit(tree: Any, params: dict) -> Any:
     """Returns the tree of arrays `tree` on the device of `params`, committed to it in jax's sense.
     Results of compiled functions are committed, too. Without this, decode and prefill would be
     compiled twice: for an uncommitted tree, and for their own results. If `params` are on several
-    devices, returns the tree unchanged."""
+    devices, returns the tree uncommitted: jax then copies it to all of them."""
     devices = devices_of(params)
-    return jax.device_put(tree, *devices) if len(devices) == 1 else tree
+    return jax.device_put(tree, *devices) if len(devices) == 1 else jax.device_put(tree)
 
 
 class Unread(NamedTuple):
@@ -473,7 +477,6 @@ class Unread(NamedTuple):
     tokens_BxT: np.ndarray
     length_B: np.ndarray
     n_held: int = 0  # the number of first tokens that the cache holds already
-    least_width: int = 8  # the least width of the pieces in which prompts are computed
 
 
 class Decoder:
@@ -515,8 +518,9 @@ class Decoder:
             'as_bits': on_cpu}
 
     def continue_from(self, prefix_cache: 'PrefixCache', tokens_T: np.ndarray) -> int:
-        """Takes over the cache of a PrefixCache. Returns how many of the first tokens of tokens_T
-        are in this cache."""
+        """Takes the KV cache out of prefix_cache and makes it this Decoder's cache. close() gives
+        it back. Returns how many of the first tokens of tokens_T the cache holds; the slots after
+        them are overwritten later."""
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
             self.drop_drafts()
@@ -543,7 +547,7 @@ class Decoder:
         first decode step feeds. A row that is too long for the cache is left out. Equal prompts are
         computed once."""
         assert self.unread is not None
-        tokens_BxT, length_B, n_held, least_width = self.unread
+        tokens_BxT, length_B, n_held = self.unread
         self.unread = None
         # where each row's prefilled tokens end: at 0 if it is too long for a cache
         fits_B = length_B <= self.max_cached
@@ -556,7 +560,7 @@ class Decoder:
         is_shared = len(chosen) < len(tokens_BxT)
         self.grow(end_B.max() + 1, len(chosen))
         # the cache of the distinct prompts, then a copy for each row
-        width = piece_length(int(end_B.max()) - n_held, least_width)
+        width = piece_length(int(end_B.max()) - n_held)
         cache = prefill_pieces(
             self.params, self.config, self.state.cache, tokens_BxT[chosen], n_held, end_B[chosen],
             width)
@@ -867,7 +871,7 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
     if sample_index_B is None:
         sample_index_B = np.arange(B)
     rng_B = jnp.broadcast_to(prompts.rng, B)
-    key_B = jax.vmap(jax.random.fold_in)(rng_B, np.asarray(sample_index_B))
+    key_B = fold_in_each(rng_B, np.asarray(sample_index_B))
     state = create_decode_state(tokens_BxT, length_B, key_B, N, logprobs=logprobs)
 
     # prefill
@@ -879,16 +883,14 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
     if prefix_cache is not None:
         n_prompt = int(length_B[0]) - 1
         n_held = decoder.continue_from(prefix_cache, tokens_BxT[0, :n_prompt])
-        # at least 16, so that a chat compiles fewer programs
-        least_width = 16
         # held tokens that save no time are computed again: the prompt can then be prefilled
         # together with others
         n_left = n_prompt - n_held
-        width = piece_length(n_prompt, least_width)
+        width = piece_length(n_prompt)
         is_one_piece = n_prompt <= width
-        if n_left and is_one_piece and piece_length(n_left, least_width) == width:
+        if n_left and is_one_piece and piece_length(n_left) == width:
             n_held = 0
-        decoder.unread = decoder.unread._replace(n_held=n_held, least_width=least_width)
+        decoder.unread = decoder.unread._replace(n_held=n_held)
     if reads:
         decoder.read_prompts()
     return decoder
@@ -901,19 +903,20 @@ def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Arr
     B, T = tokens_BxT.shape
     tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
     state = DecodeState(
-        tokens_BxN=jnp.asarray(tokens_BxN),
-        length_B=jnp.asarray(length_B),
-        n_generated_B=jnp.zeros(B, jnp.int32),
-        done_B=jnp.zeros(B, bool),
+        tokens_BxN=tokens_BxN,
+        length_B=length_B,
+        n_generated_B=np.zeros(B, np.int32),
+        done_B=np.zeros(B, bool),
         key_B=key_B,
-        steps=jnp.int32(-1),  # the first token's step is not counted
-        drafted=jnp.int32(0),
-        accepted=jnp.int32(0))
+        steps=np.int32(-1),  # the first token's step is not counted
+        drafted=np.int32(0),
+        accepted=np.int32(0))
     if not logprobs:
         return state
     # two arrays, because the compiled loop updates each in place
     return state.replace(
-        logprob_BxN=jnp.zeros((B, n_columns)), sampling_logprob_BxN=jnp.zeros((B, n_columns)))
+        logprob_BxN=np.zeros((B, n_columns), np.float32),
+        sampling_logprob_BxN=np.zeros((B, n_columns), np.float32))
 
 
 def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:
@@ -1221,15 +1224,15 @@ def four_per_octave(n: int, least: int) -> int:
     return ceil_div(n, step) * step
 
 
-def piece_length(n_tokens: int, least: int) -> int:
-    """Returns the width of the pieces in which prompts are prefilled: 8, 16, 32, 64, 128 or PIECE,
-    but at least `least`. Short prompts have narrow pieces, because padding is computed, too. There
-    are only six widths, because a program is compiled for each.
+def piece_length(n_tokens: int) -> int:
+    """Returns the width of the pieces in which prompts are prefilled: 8, 16, 32, 64, 128 or PIECE.
+    Short prompts have narrow pieces, because padding is computed, too. There are only six widths,
+    because a program is compiled for each.
 
     n_tokens: the length of the longest prompt, without the tokens that the cache holds already."""
     if n_tokens > 256:
         return PIECE
-    return min(128, max(least, power_of_two(n_tokens)))
+    return min(128, max(8, power_of_two(n_tokens)))
 
 
 def row_width(n_tokens: int) -> int:

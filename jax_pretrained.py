@@ -57,9 +57,9 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
     folder).
 
     config.dropout is 0 and config.dtype is `dtype`. params is the tree of GPT(config).init as numpy
-    arrays: matrices in `dtype`, vectors in float32. All kernels have the shape [in, out]. A kernel
-    with two axes that is [out, in] on disk is read into an array [out, in], because this is faster.
-    The parameter is a transposed view of this array, so parameter.T is C-contiguous.
+    arrays: matrices in `dtype`, vectors in float32. All kernels have the shape [in, out]. If the
+    file stores a kernel with two axes as [out, in], the parameter is a transposed view of the array
+    that was read, which avoids a slow copy. Then parameter.T is C-contiguous.
 
     dtype: one of DTYPES, or 'stored'. 'stored' keeps each matrix in the file's dtype if that is one
     of DTYPES, else in float32; config.dtype is then 'float32'.

@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -23,7 +24,8 @@ from jax_devices.choose import config_for_decoding
 from jax_devices.layout import Layout, setup_distributed_training
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import TextSampling, UserError, check_ranges, shows_fields
-from jax_generate import PrefixCache, Prompts, right_padded, score_in_pieces, start_rows
+from jax_generate import (
+    PrefixCache, Prompts, fold_in_each, right_padded, score_in_pieces, start_rows)
 from jax_hub.folders import local_path
 from jax_hub.tokenizers import (
     CharTokenizer, check_template, decoder_kinds, describe_tokenizer, limit_vocabulary,
@@ -578,7 +580,7 @@ class Generation:
         key = jax.random.key(self.sampling.seed)
         prompt_numbers = np.array(
             [zlib.crc32(np.array(ids, '<i4').tobytes()) for ids in self.prompts], np.uint32)
-        key_B = jax.vmap(jax.random.fold_in, (None, 0))(key, prompt_numbers)
+        key_B = fold_in_each(jnp.broadcast_to(key, len(self.prompts)), prompt_numbers)
         sample_numbers = first_sample
         if not isinstance(first_sample, list):
             sample_numbers = [*range(first_sample, first_sample + num_samples)] * len(prompts)
@@ -758,8 +760,8 @@ def token_of_letter(text, tokenizer):
 
 
 def rendered_prompt(model, prompt):
-    """Returns the text of `prompt`, a list of token ids, as the chat template wrote it, with
-    special tokens."""
+    """Decodes `prompt`, a list of token ids, to the text that the chat template produced, including
+    the special tokens."""
     return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 

@@ -30,9 +30,9 @@ class Schedule(struct.PyTreeNode):
     fields are arguments of the compiled step, so that a change of rate or length does not recompile
     the step.
 
-    Compiled code rounds divisions by arguments and by constants differently. Therefore
-    create_learning_rate_schedule computes all quotients beforehand, and the compiled code only
-    multiplies and adds."""
+    XLA may round x / y differently if y is an argument than if y is a constant. Therefore
+    create_learning_rate_schedule computes all quotients beforehand. Compiled code only multiplies
+    and adds, so the rate has the same bits in both cases."""
     peak: Any  # learning_rate
     first_less_peak: Any  # the first rate minus the peak
     peak_less_min: Any

@@ -493,13 +493,14 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
       the call's T tokens are in order, as in training and evaluation.
     - Without a cache, in all other cases: dot_product_attention, the plain formula.
 
-    module: the attention layer, for its config, layer_type and dropout key. kv: the keys and values
-    of this call, {name: [B, T, G, K]}, as a cache stores them. qkv_of: a function that takes keys
-    and values as a cache stores them, and returns (queries, keys, values) as dot_product_attention
-    takes them. It is made in the layer's __call__, where the queries are known. In latent attention
-    it computes keys and values from the stored latents. Without a cache, attend calls qkv_of with
-    kv. With a cache, attend calls qkv_of with all keys and values that the cache holds after kv has
-    been added. call: the inputs that all blocks share.
+    module: the attention layer, for its config, layer_type and dropout key.
+    kv: what this call adds to the cache, {name: [B, T, G, K]}: keys and values, or latents in
+    latent attention.
+    qkv_of: a function of the layer, which already has the queries. It takes entries in the form of
+    the cache, and returns (queries, keys, values) for dot_product_attention. In latent attention it
+    computes the keys and values from the latents. Without a cache, attend calls qkv_of with kv.
+    With a cache, attend calls qkv_of with all that the cache holds after kv has been added.
+    call: the inputs that all blocks share.
     scale, sinks_H: see dot_product_attention."""
     config, layer_type = module.config, module.layer_type
     if cache is not None:
@@ -1015,10 +1016,9 @@ ROPE_SCALINGS = {
 
 
 def rope_of_layer(config: GPTConfig, layer_type: str, head_width: int) -> tuple[np.ndarray, float]:
-    """Returns (radians per position for each pair of channels that RoPE rotates in this layer, a
-    numpy array; the factor by which the cosines and sines are multiplied). The factor is 1.0 unless
-    YaRN or LongRoPE sets another one.
-
+    """Returns (frequencies; factor) of RoPE in a layer. frequencies: a numpy array with the radians
+    per position of each pair of channels that is rotated. The cosines and sines are multiplied by
+    `factor`, which is 1.0 unless YaRN or LongRoPE sets another one.
     layer_type: one of LAYER_TYPES. head_width: the channels of a head, or of the part of a head
     that has RoPE."""
     width = config.rope_width or head_width

@@ -204,8 +204,8 @@ def gpt2_encoding():
 def load_model_tokenizer(model, template=None, stop_text=None):
     """Returns (HFTokenizer; Vocabulary) of a model. model: a Hugging Face folder or owner/name, the
     out_dir of a run, a data set, or gpt2. template: a chat template, a text, in place of the
-    model's. stop_text: the text that ends the answers of this template. It has no effect if the
-    model has a token that ends a text. Raises UserError if the tokenizer cannot be read."""
+    model's. stop_text: the text that ends the answers of this template. It is ignored if the model
+    has an end-of-text token. Raises UserError if the tokenizer cannot be read."""
     from jax_hub.tokenizer_files import write_template, write_tokenizer
     from jax_hub.tokenizers import HFTokenizer
     source = find_tokenizer(model)
@@ -505,8 +505,8 @@ def bytes_of_tokens(files):
 
 def count_token_bytes(path, vocabulary, mask=None):
     """Returns the number of bytes of text that the tokens in the file `path` stand for; None if the
-    bytes of a token are unknown. mask: the path of a file with a byte for each token; if it is
-    given, only tokens with a byte of 1, those that count in the loss, are included."""
+    bytes of a token are unknown. mask: the path of a file of flags, one uint8 per token. If it is
+    given, only tokens with the flag 1 are included, the tokens that count in the loss."""
     of_each = bytes_of_tokens(tuple(sorted(vocabulary.files.items())))
     if of_each is None:
         return None

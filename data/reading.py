@@ -22,7 +22,8 @@ def ending(path):
 
 @contextlib.contextmanager
 def reading(path):
-    """Turns exceptions of the libraries into a UserError, while the `with` block reads the file."""
+    """Turns an exception of the `with` block, which reads the file `path`, into a UserError that
+    names `path`. The exceptions are those of csv, lzma, pyarrow and others that read files."""
     try:
         yield
     except UserError:

@@ -246,9 +246,9 @@ class Batch:
         """Gives each of `rows` a place in the batch. The caller must first take all other rows out
         of the batch (take_out). Makes the Decoder of the batch if there is none.
 
-        The batch should have n_places places. If self.n_rows is set, n_places is self.n_rows.
-        Otherwise n_places is len(rows), rounded up to a power of two, at least 2. Resizes the batch
-        to n_places in three cases:
+        The number of places that fits the rows is n_places. If self.n_rows is set, n_places is
+        self.n_rows. Otherwise n_places is len(rows), rounded up to a power of two, at least 2. The
+        batch keeps its present number of places, and is resized to n_places in only three cases:
         - it has fewer places than there are rows;
         - it has more than 2 * n_places places;
         - a row needs more columns (one for each token) than the batch has; the batch then gets as
@@ -345,7 +345,7 @@ def read_together(decoders):
     together = Decoder(
         first.params, first.config, state, first.controls, first.sampling,
         longest=max(decoder.longest for decoder in decoders), n_columns=tokens_BxT.shape[1])
-    together.unread = Unread(tokens_BxT, length_B, least_width=first.unread.least_width)
+    together.unread = Unread(tokens_BxT, length_B)
     together.read_prompts()
     for i, decoder in enumerate(decoders):
         copy_cache(together, i, decoder)

@@ -399,8 +399,8 @@ class Server(ThreadingHTTPServer):
 
     def begin_answers(self, n_under_way, n_ended):
         """Begins the answers to waiting requests, so that at most batch_size answers are under way.
-        Returns their Jobs. The answers in the shared batch have all joined it before the first of
-        them is decoded, so that their prompts can be prefilled together.
+        Returns the Jobs of these new answers. The new answers that use the shared batch all join it
+        before any of them is decoded, so that their prompts can be prefilled together.
 
         n_under_way: how many answers are under way. If there are none, waits for a request. n_ended:
         how many answers have just ended. Waits up to RETURN seconds for as many requests, because

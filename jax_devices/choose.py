@@ -29,8 +29,9 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     'auto' is the device's flash attention (cuDNN or splash), if that can compute this model.
     Otherwise 'auto' is chunked attention if context > 1 or block_size is at least CHUNKED_FROM,
     else plain XLA.
-    deterministic: whether a step has to give the same bits each time. If so, the result on a GPU is
-    always 'xla', because cuDNN's attention is not deterministic; the flag 'cudnn' is refused.
+    deterministic: whether a step has to give the same bits each time. If so, a GPU gets 'xla',
+    whatever the context, the block_size and the flag; only the flag 'cudnn' is refused, because
+    cuDNN's attention is not deterministic.
     packed: whether a row has several conversations (see GPT.loss).
     Raises UserError for an unknown or impossible attention."""
     check_choice('attention', attention, ('auto', *ATTENTION))

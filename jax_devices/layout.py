@@ -293,8 +293,8 @@ class Sharded(SeveralDevices):
     def whole_batch(self, shape, rest):
         """Returns (shape of the global array; its PartitionSpec). The array is [micro-steps,
         n_data_shards * sequences, *rest], or without the first axis if `shape` has no micro-steps.
-        The axis of sequences is sharded over BATCH, the axis of positions over context. shape,
-        rest: as in Layout.whole_batch."""
+        The axis of sequences is sharded over BATCH. `rest` is () or (positions,), and the positions
+        are sharded over the mesh axis 'context'. shape, rest: as in Layout.whole_batch."""
         *first, each = shape
         spec = P(*[None] * len(first), BATCH, *['context'] * len(rest))
         return (*first, self.n_data_shards * each, *rest), spec

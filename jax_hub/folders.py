@@ -198,8 +198,8 @@ def new_folder(folder):
 # where a model is
 
 def local_path(path_or_name, files=HUB_FILES):
-    """Returns the local path of a model: a path unchanged, or for a name on the hub the model's
-    folder in the hub's cache. Downloads the model if the cache lacks it.
+    """Returns the local path of a model. A path is returned unchanged. For a name on the hub,
+    returns the model's folder in the hub's cache, and downloads the model if the cache lacks it.
 
     files: patterns of the files that are downloaded. Raises UserError if the model cannot be
     downloaded."""

@@ -263,8 +263,9 @@ def split_of(description):
 
 
 def split_patterns(pre_tokenizer):
-    """Returns the patterns that split text before a byte-level BPE in a tokenizer.json; None if
-    there are other steps. pre_tokenizer: the object of that name in the tokenizer.json."""
+    """Returns the regular expressions at which `pre_tokenizer` splits a text before a byte-level
+    BPE encodes the parts. Returns None if pre_tokenizer has a step that is neither such a split nor
+    the byte-level step. pre_tokenizer: the object of that name in a tokenizer.json."""
     steps = (pre_tokenizer or {}).get('pretokenizers', [pre_tokenizer])
     patterns = []
     for step in steps:

@@ -338,9 +338,10 @@ def is_as_filed(folder, settings):
 
 
 def adds_none(settings, tokenizer):
-    """Returns whether a Tokenizer already has all tokens that `settings` name, so that transformers
-    adds none. settings: the content of tokenizer_config.json. Returns False if `settings` list
-    extra or additional special tokens, or describe a token by an object in place of a text."""
+    """Returns whether it is certain that transformers would add no tokens to a Tokenizer, because
+    the Tokenizer already has all tokens that `settings` name. settings: the content of
+    tokenizer_config.json. Lists of extra or additional special tokens, and tokens given as an
+    object in place of a text, are not analysed: with these, returns False."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]

@@ -1,7 +1,8 @@
-"""The causal mask and the scores of attention, and attention to a KV cache. Blockwise attention is
-for a piece of a long prompt.
+"""The causal mask, the scores of attention, and attention to a KV cache. For a piece of a long
+prompt, attention to a KV cache is computed block by block (blockwise).
 
-Scores and Dropout describe the computation, also that of fused_attention.py."""
+The classes Scores and Dropout hold the settings of an attention. fused_attention.py uses them,
+too."""
 import dataclasses
 import functools
 from typing import Any

@@ -226,8 +226,9 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
 # chunked attention: training on any backend
 
 def first_key_of(position, scores, start_BxT=None):
-    """Returns the position of the first key that causal_mask allows for a query at `position`, with
-    the window or chunk of `scores`. Without a window or chunks, returns 0.
+    """Returns the position of the first key that causal_mask allows for a query at `position`.
+    scores: the settings of the attention, with its window or chunk. Without a window or chunks,
+    returns 0.
 
     With chunks in packed rows (start_BxT is given), chunks are counted from the start of each
     conversation, not of the row. The first key then differs from row to row. The result is a lower

@@ -422,7 +422,8 @@ def map_nodes(kind, f, tree):
 
 
 def without_scales(params):
-    """Returns the tree of parameters with each Int8 replaced by its values, without its scales."""
+    """Returns the tree of parameters with each Int8 replaced by its array of int8 values. The
+    scales are dropped, because they are not counted as parameters."""
     return map_nodes(Int8, lambda matrix: matrix.values, params)
 
 

@@ -92,8 +92,9 @@ class DiskRun:
     # the lock
 
     def wait_until_free(self):
-        """Does nothing, because the system frees the lock of a run on a disk as soon as the run has
-        died. BucketRun.wait_until_free waits until the lease of such a run has expired."""
+        """Does nothing: when the process of a run on a disk dies, the system frees the run's lock
+        at once. In a bucket, a dead run keeps its lease until the lease expires;
+        BucketRun.wait_until_free waits for that."""
 
     def lock(self, holder):
         """Takes the lock and writes the text `holder` into it. Only process 0 calls this. Returns

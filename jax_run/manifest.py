@@ -2,19 +2,20 @@
 devices.
 
 Every checkpoint keeps the manifest in its metadata. A resume compares the data of the manifests.
-Several processes compare what `flatten` returns before they train together. The manifest holds no
-host name, no user name, and no path but those of `sources` inside the program's folder.
+If a run has several processes, they compare their manifests (flatten) before they train. The
+manifest holds no host name and no user name. Its only paths are the keys of `sources`, which are
+relative to the program's folder.
 
 | key | |
 |---|---|
 | `format` | 1 |
 | `data` | a list of the data sets: `name`, `fraction`, `files`, see `describe_file` |
 | `earlier_data` | [{'until': iteration, 'data': earlier `data`}], for each resume that changed it |
-| `earlier` | [{'until': iteration, 'flags': changes, ...}], for each resume with changes |
+| `earlier` | [{'until': iteration, **find_changed(...)}], for each resume that changed something |
 | `tokenizer` | digest of the data's tokenizer |
 | `start` | 'scratch', 'pretrained', or 'lora' of a pretrained model |
 | `sources` | {path: digest} of this program's source files |
-| `commit` | the commit of the git checkout, with `+` if files have been changed; None elsewhere |
+| `commit` | of the git checkout, with `+` if files have been changed; None outside of a checkout |
 | `versions` | the versions of Python and of the libraries that compute |
 | `settings` | the settings of jax that change computed numbers; `XLA_FLAGS` without paths |
 | `devices` | {'kind', 'cpu', 'number', 'processes'}, see below |
@@ -324,12 +325,13 @@ def find_change(before, now):
 
 
 def continue_data(run, data):
-    """Returns the entry `earlier_data` for the manifest of a resumed run: a list of the data that
-    the run has trained on before, [{'until': iteration, 'data': entry `data` of that time}]. If the
-    data change in this resume, adds an element to the list and prints a line.
+    """Returns the list `earlier_data` for the manifest of a resumed run: the data sets that the run
+    used before its present one, [{'until': last iteration, 'data': description}]. If the run's last
+    manifest describes other data than `data`, the list ends with that description, and a line is
+    printed.
 
-    data: the entry `data` of this process's manifest. Raises UserError if the data change and the
-    user did not ask for it (see open_manifest)."""
+    data: the description of this process's data set, from describe_data. Raises UserError if the
+    data differ and the user did not ask for it (see open_manifest)."""
     known = run.resumed.get('manifest')
     if not known:
         print('the checkpoint is of an earlier version and does not say of which data it is: they '

@@ -125,8 +125,9 @@ def watched():
 def settings_kept():
     """Restores, at the end of the with block, the settings of this process that train_jax.py
     changes: hooks, arguments, output, levels of logging, XLA_FLAGS. A notebook needs this, because
-    its process lives on after train_jax.py has ended. Within the block, a second interrupt outside
-    of a save raises KeyboardInterrupt instead of ending the process (see StopSignal)."""
+    its process lives on after train_jax.py has ended. Within the block, a second interrupt raises
+    KeyboardInterrupt instead of ending the process, unless a checkpoint is being saved (see
+    StopSignal)."""
     names = ('argv', 'excepthook', 'unraisablehook', 'stdout')
     saved = {name: getattr(sys, name) for name in names}
     output = {name: getattr(sys.stdout, name, None) for name in ('line_buffering', 'errors')}

@@ -62,8 +62,9 @@ def move_base(lora, base):
 
 
 def full_path(source):
-    """Returns the absolute path of a model's folder or file, in a form that a checkpoint can keep.
-    Returns the name of a model on a hub unchanged."""
+    """Returns the absolute path of a model's folder or file. A checkpoint keeps this path, because
+    it is valid in other working directories, too. Returns the name of a model on a hub
+    unchanged."""
     on_disk = os.path.expanduser(source)
     return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
 

@@ -1,14 +1,15 @@
 """Turns token files into batches. Each kind of data is a class with these methods:
 
     draw(numbers, rows)         returns a training batch: the sequences numbers[rows] of the stream
-    evaluation(n_rows, ...)     returns which sequences every evaluation reads, as an Evaluation
+    evaluation(n_rows, ...)     returns an Evaluation: which n_rows sequences every evaluation reads
     read(places)                returns the batch of the sequences at these places in the files
     count_passes(n_sequences)   returns how many passes a run makes over the data if it draws
                                 n_sequences sequences
 
 The stream is the endless sequence of all training sequences of a run, shuffled again in each pass
-over the data. `numbers` are positions in the stream. Of these methods, a Mixture of data sets has
-only draw and count_passes.
+over the data. `numbers` are the positions in the stream of all sequences of an iteration. `rows`
+selects those that this process needs. Of these methods, a Mixture of data sets has only draw and
+count_passes.
 
 A batch depends only on the seed and the numbers of its sequences. So a run that is resumed
 continues with the next sequence, and the same run on more devices sees the same data."""
@@ -222,7 +223,7 @@ class Windows:
 
     def evaluation(self, n_rows: int, token_bytes: np.ndarray | None = None) -> Evaluation:
         """Returns the Evaluation: the n_rows sequences that every evaluation reads, the share of
-        their targets that is part of the loss, and the number of bytes of these targets.
+        their targets that counts in the loss, and the number of bytes of the targets that count.
 
         token_bytes: the number of bytes of each token id, for bits per byte. With None, the
         Evaluation has no number of bytes. Raises UserError if no target is part of the loss."""
@@ -407,8 +408,8 @@ class Mixture:
     """A mixture of splits. Each split is a part of the mixture, and gives its fraction of the
     sequences.
 
-    parts: sources, each with a stream of its own. Either all parts have a mask, or no part has one.
-    fractions: one for each part, with a sum of 1."""
+    parts: the splits. Each has its own stream of sequences. Either all parts have a mask, or no
+    part has one. fractions: one for each part, with a sum of 1."""
     def __init__(self, parts: list[Windows], fractions: list[float]):
         self.parts = parts
         self.fractions = fractions

@@ -432,8 +432,9 @@ def with_whole_schedule(flags):
 
 
 def merge_resumed_flags(flags, given, saved):
-    """Returns the flags of a resumed run: `saved`, overridden by `given`. With another batch_size
-    the run continues at another place in the data.
+    """Returns the flags of a resumed run: `saved`, overridden by `given`. The place in the data is
+    computed from the iteration and batch_size. So if `given` has another batch_size, the run
+    continues at another place than where it stopped.
 
     flags: all flags, as read_flags returns them; used for the names in NOT_RESUMED and for flags
     that the checkpoint lacks. given: the flags of the command line and the config file. saved: the

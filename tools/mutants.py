@@ -32,7 +32,7 @@ MODULES = {
         ('(position_BxT > last_Bx1 - S)', '(position_BxT > last_Bx1 - S - 1)'),
         ('count_slots(config, layer_type, n_slots) + n_draft', 'count_slots(config, layer_type, n_slots)')]),
     'generation': ('jax_generate.py', f'{START} generate text', [
-        ('jax.random.fold_in)(state.key_B, state.n_generated_B)', 'jax.random.fold_in)(state.key_B, state.length_B)'),
+        ('fold_in_each(state.key_B, state.n_generated_B)', 'fold_in_each(state.key_B, state.length_B)'),
         ('jnp.clip(room_B - 1, 0, n_draft)', 'jnp.clip(room_B, 0, n_draft)'),
         ('(accepted < 0.3 * drafted)', '(accepted < 0.03 * drafted)'),
         ('(state.length_B > n_slots)', '(state.length_B > n_slots + 1)')]),

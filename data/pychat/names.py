@@ -26,7 +26,7 @@ SPOKEN = {'posixpath': 'os.path', 'genericpath': 'os.path'}
 
 
 class Named(NamedTuple):
-    """A public name of a module, class, function or method."""
+    """A module, class, function or method that has a public name."""
     name: str  # with its module: os.path.join; of a builtin, len
     kind: str  # 'module', 'class', 'function' or 'method'
     sentence: str  # the first of its docstring, '' if there is none
@@ -139,7 +139,7 @@ def from_module(module):
 
 
 def in_c(value):
-    """Returns whether a class is written in C."""
+    """Returns whether `value`, a class, is written in C."""
     try:
         inspect.getsource(value)
     except (OSError, TypeError):
