@@ -920,8 +920,9 @@ class Placing:
 
 
 def checksum_of_weights(source, config):
-    """Returns the same checksum as load_weights, holding one tensor at a time. Biases of zero that
-    GPT(config) does not have are left out, because save_pretrained adds such biases to a GPT-2."""
+    """Returns the checksum that load_weights would return, but holds only one tensor at a time. If
+    a GPT-2 has no biases, save_pretrained writes biases of zero into its file. The checksum leaves
+    these biases out."""
     crc = 0
     shapes = param_shapes(config)
 

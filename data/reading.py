@@ -86,17 +86,21 @@ def numbered(kind, rows):
 def read_json_rows(path):
     """Yields (where, row) for each element of a JSON array, or for each line of JSON lines. Blank
     lines are left out. where: the place of the row in the file, a text for error messages, such as
-    'row 7' of an array or 'line 7' of JSON lines. Blank lines at the beginning of the file are not
-    counted; later ones are."""
+    'row 7' of an array or 'line 7' of JSON lines."""
     with open_text(path) as file:
-        first = next(filter(str.strip, file), '')
+        beginning = []  # the lines up to the first that is not blank
+        for line in file:
+            beginning.append(line)
+            if line.strip():
+                break
+        first = beginning[-1] if beginning else ''
         if first.lstrip().startswith('['):
             rest = file.read()
             if not (rest.strip() and is_json(first)):
                 yield from numbered('row', parse_json(first + rest, path))
                 return
             file = io.StringIO(rest)  # an array in each line
-        for where, line in numbered('line', itertools.chain([first], file)):
+        for where, line in numbered('line', itertools.chain(beginning, file)):
             if line.strip():
                 yield where, parse_json(line, f'{path}, {where}')
 

@@ -154,8 +154,8 @@ def can_start(run):
 
 
 def run_at(run, folder, step):
-    """Returns `run`, changed so that it starts at checkpoint `step`, or from the seed if step is 0.
-    folder: the DiskRun or BucketRun."""
+    """Returns a copy of the Run `run` that starts at checkpoint `step`, or from the seed if step is
+    0. folder: the DiskRun or BucketRun with the checkpoints."""
     if not step:
         model = dataclasses.replace(run.model, source=None)
         return dataclasses.replace(run, resumed=None, model=model)

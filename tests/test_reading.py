@@ -87,6 +87,7 @@ def test_parquet_is_read_a_few_rows_at_a_time_and_the_columns_asked_for(tmp_path
 def test_a_row_has_its_line_or_its_number(tmp_path, reading):
     for name, content, places in (
             ('a.jsonl', '{"text": "a"}\n\n{"text": "b"}', ['line 1', 'line 3']),
+            ('blank.jsonl', '\n \n{"text": "a"}\n', ['line 3']),
             ('a.json', '[\n{"text": "a"},\n\n{"text": "b"}]', ['row 1', 'row 2']),
             ('a.csv', 'text\n"a\nb"\nc\n', ['row 1', 'row 2'])):
         (tmp_path / name).write_text(content)
