@@ -398,9 +398,10 @@ def count_frozen(frozen: dict | None) -> int:
 
 def split_batch(gradient_accumulation_steps: int, batch_size: int,
                 n_devices: int) -> tuple[int, int]:
-    """Returns (micro-steps; micro-batch size) of each device. Devices split the micro-steps first,
-    then the micro-batch, so that no device ever holds more than batch_size sequences. Example: 4
-    micro-steps of 12 sequences on 8 devices give (1; 6).
+    """Returns (micro-steps; micro-batch size) of each device. The devices first divide the
+    micro-steps among them. If more devices are left, they also divide the sequences of a
+    micro-batch. Example: 8 devices compute 4 micro-steps of 12 sequences: two devices for each
+    micro-step, each with 6 of its sequences, (1; 6).
 
     Raises UserError if the devices cannot share the sequences equally."""
     # Some devices compute different micro-steps, the others different sequences of a micro-step.

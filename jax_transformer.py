@@ -786,9 +786,9 @@ def init_cache(config: GPTConfig, batch_size: int, n_slots: int, dtype: str = 'a
     n_slots: the number of slots that is asked for. A layer gets count_slots(config, layer_type,
     n_slots) + n_draft slots.
     dtype: one of CACHE_DTYPES, or 'auto' for the config's dtype.
-    n_draft: how many draft tokens a step may reject. The next step writes other tokens at the
-    positions of the rejected tokens. Without the n_draft extra slots, a rejected token in a ring
-    would overwrite a key that is still in the window.
+    n_draft: how many draft tokens a step may reject. In a layer with a window, a new token
+    overwrites the oldest key. If the new token is a draft and is then rejected, this key is still
+    in the window, but lost. The n_draft extra slots prevent that.
     as_bits: whether to store bfloat16 and float8 as unsigned integers, see STORED_AS."""
     held = CACHE_DTYPES[config.dtype if dtype == 'auto' else dtype]
     stored = STORED_AS.get(held.dtype.name, held) if as_bits else held

@@ -246,7 +246,7 @@ class Job:
 
     @property
     def has_tokens(self):
-        """Whether tokens for the next step of the answer are decoded already."""
+        """Whether the model has made tokens for this answer that self.steps has not read yet."""
         return self.row is not None and self.row.has_unread
 
     def is_gone(self):

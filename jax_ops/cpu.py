@@ -86,12 +86,11 @@ def fusion_barrier(f, *args, asked):
     Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
     weights, or convert the weights to another dtype before the decode loop.
 
-    asked: an array, one of args. The condition of the cond is that the first element of `asked` is
-    above the smallest value of the dtype, which is -infinity for floats. The condition is always
-    true for positions, int16 activations and finite weights. XLA does not know that, so it keeps
-    the cond. If the condition is false, f is not computed, and all elements of the result are NaN
-    for a float `asked`, and 0 for an integer `asked`. For a float `asked`, the condition is false
-    if the first element is NaN or -infinity."""
+    asked: one of args. The cond asks whether the first element of `asked` is above the smallest
+    value of its dtype, which is -infinity for floats. This is always so for positions, int16
+    activations and finite weights, but XLA does not know it, so it keeps the cond. If the first
+    element of a float `asked` is NaN or -infinity, f is not computed, and the result is all NaN. If
+    the first element of an integer `asked` is the smallest value, the result is all 0."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min
@@ -210,8 +209,9 @@ def add_up(products):
 def chosen_rows(w_ExOxI, matrix_R, shape):
     """Returns w_ExOxI[matrix_R], with the last axis reshaped to `shape`: [R, O, *shape].
 
-    The R * O rows of these matrices are gathered one by one. XLA:CPU fuses this gather into the
-    loop that reads the result, without a copy. The loop loads the index of a row once per row.
+    w_ExOxI[matrix_R] is R matrices of O rows each. This function gathers them as R * O single rows,
+    because XLA:CPU fuses such a gather into the loop that reads the result, without a copy. The
+    loop loads an index once for each row.
 
     Slices w[e] of whole matrices would be slower (docs/lab_log.md#experts-in-decoding). In some
     places XLA:CPU would copy each slice. In others it would fuse the slice into the loop, but LLVM

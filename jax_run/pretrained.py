@@ -28,8 +28,9 @@ SAMPLE_TOKENS = 100  # length of a sample while training
 def pretrained_model(flags, given, meta, dtype):
     """Makes the Model of a run that starts from flags['init_from']: the weights of another run or
     of a pretrained model. Returns (Model; flags). In the returned flags, those that describe the
-    model have the values of the loaded model; block_size may differ. given: the flags that the user
-    gave. meta: what load_dataset_meta returns. dtype: the dtype of computation."""
+    model have the values of the loaded model, except block_size: the run may train with shorter
+    sequences than the model can read. given: the flags that the user gave. meta: what
+    load_dataset_meta returns. dtype: the dtype of computation."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer

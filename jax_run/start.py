@@ -305,8 +305,8 @@ def open_program(run, data, layout, objective):
 
     The Program trains with sequences of flags['block_size'] tokens. A pretrained or resumed model
     with RoPE may support longer sequences. Then run.model.config.block_size is larger than the
-    flag. Checkpoints store run.model.config, so a shorter training does not reduce the block_size
-    of the model."""
+    flag. Checkpoints store run.model.config, so training with shorter sequences does not reduce the
+    block_size of the model."""
     config = dataclasses.replace(run.model.config, block_size=run.flags['block_size'])
     program = assemble(
         config, layout, Options.from_flags(run.flags), objective, packed=data.train.is_packed)
