@@ -256,11 +256,12 @@ def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     fill up the batch, add 0.
 
     The batch may have two more arrays [B, T], which are 0 in sequences that only fill up the batch:
-    - 'weight'. The loss of each token is first multiplied by the token's weight. The mean still
+    - 'weight': the loss of each token is first multiplied by the token's weight. The mean still
       divides by T.
-    - 'spelled'. It has the values of 'weight' (1 if there is no 'weight'), but 0 for tokens that
-      stand for no bytes of text. With this array the result also has 'spelled': the same sum of
-      means as 'loss', but with 'spelled' in place of 'weight'."""
+    - 'spelled': other weights of the tokens, for bits per byte. They equal 'weight', or 1 if there
+      is no 'weight', but are 0 for tokens that stand for no bytes of text. With this array, the
+      result has a second sum, result['spelled'], which is computed as 'loss' is, with the weights
+      'spelled'."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:

@@ -175,9 +175,9 @@ class Layout:
         In float16, the training step divides the loss scale by this number. The scaled losses of
         all devices then add up to the loss scale times the mean loss of all their sequences.
 
-        Reason: each device takes the mean of its own sequences. With more devices, a device has
-        fewer sequences, so that each sequence has a larger weight in its mean, and larger scaled
-        gradients. Without the division, these gradients would overflow at a smaller loss scale."""
+        Without the division, float16 would overflow earlier on several devices. On one of N
+        devices, a sequence's gradient is N times as large as in the mean over all sequences,
+        because the device's mean has only 1 / N of the sequences."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):

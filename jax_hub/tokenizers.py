@@ -144,11 +144,14 @@ class HFTokenizer:
         end_token, stop_tokens and special_ids.
 
         There are two sources: bos_token and eos_token of the tokenizer, and the ids bos_token_id
-        and eos_token_id in `configs`. end_token is eos_token, or else the first eos_token_id.
-        start_token is the first one that exists of bos_token, eos_token, bos_token_id and
-        eos_token_id. Tokens that the tokenizer lacks, and ids from `size` on, are passed over.
-        Without any such token, the attribute is None. stop_tokens has the end tokens of both
-        sources.
+        and eos_token_id in `configs`.
+        - end_token, which ends a document: eos_token, or else the first eos_token_id.
+        - start_token: the first that exists of bos_token, eos_token, bos_token_id and eos_token_id.
+          start_text is its text.
+        - For these two, a token that the tokenizer lacks, or with an id of `size` or more, does not
+          exist. If no token exists, the attribute is None.
+        - stop_tokens: all end tokens of both sources.
+        - special_ids: the tokens that decoding leaves out.
 
         configs: the contents of generation_config.json and config.json. size: the number of rows of
         the model's embedding."""

@@ -192,9 +192,10 @@ class Kernel:
         return checkpoint_name(y, 'dense')
 
     def in_rank_order(self, dtype, widths):
-        """Returns the kernel with its columns in the order of tensor ranks (order_by_rank). The
-        base class returns the kernel unchanged: its columns are already stored in this order.
-        widths: the number of columns of each projection, such as q, k and v."""
+        """Returns the kernel with its columns grouped by the ranks of tensor parallelism, as
+        order_by_rank groups them. Here the columns are stored in this order, so the kernel is
+        returned unchanged; Plain orders them. widths: the number of columns of each projection,
+        such as q, k and v. dtype: see Plain.in_rank_order."""
         return self
 
     def fused_linear(self, x, bias, widths):

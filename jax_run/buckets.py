@@ -349,9 +349,10 @@ class BucketRun:
     # checkpoints
 
     def write_checksums(self):
-        """Writes checksums.json into the checkpoint that lacks only the object COMMITTED. This file
-        holds {file: [size, CRC-32C]}, as the bucket reports them. Uploads the files of the run
-        first, because a committed checkpoint must have its metrics.
+        """Writes the object checksums.json, {file: [size, CRC-32C]} as the bucket reports them,
+        into the checkpoint that is being saved. This checkpoint is complete except for the object
+        COMMITTED. Uploads the files of the run first, because a committed checkpoint must have its
+        metrics.
 
         Orbax calls this method in one process, before it writes COMMITTED. If this method raises an
         exception, Orbax drops the checkpoint."""

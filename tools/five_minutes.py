@@ -71,8 +71,8 @@ def train_beginning(config, flags, one, n):
 def run(config, seed, flags):
     """Trains with a seed for as long as the config file says. Then trains the first N_CHECKED
     iterations (all, if there are fewer) a second time, for a digest of the weights at that point.
-    Returns (the results of the seed, a dict for row['seeds'] in main; the device, a text; the
-    manifest). config: the path of a config file. flags: a list of further flags."""
+    Returns (results; device; manifest). results: a dict of the seed's results, for row['seeds'] in
+    main. device: a text. config: the path of a config file. flags: a list of further flags."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
