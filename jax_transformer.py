@@ -633,11 +633,12 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
                     position_BxT: Array) -> tuple[dict, Array, dict]:
     """Writes the keys and values of this call, new_kv {name: [B, T, G, K]}, to a layer's cache.
 
-    Returns (the keys and values that the queries attend to, in the form of a layer's cache; their
-    positions, [B, S] or [1, S]; the new cache). S is usually the number of slots. In a ring buffer
-    (has_ring_cache), the last of the T new tokens may overwrite keys that the first of the T tokens
-    attend to. In this case S is the number of slots plus T: the old keys and values of all slots
-    come first, then the T new ones."""
+    Returns (all_kv; positions; the new cache). all_kv: the keys and values that the queries
+    attend to, in the form of a cache. positions: their positions, [B, S] or [1, S]. S is
+    usually the number of slots, and all_kv is the new cache. In a ring buffer (has_ring_cache),
+    the last of the T new tokens may overwrite keys that the first of the T tokens attend to.
+    Then S is the number of slots plus T: all_kv has the old keys and values of all slots first,
+    then the T new ones."""
     if has_ring_cache(config, layer_type):
         return update_ring_cache(config, layer_type, cache, new_kv, position_BxT)
     # slot == position

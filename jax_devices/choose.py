@@ -20,8 +20,8 @@ MEASURED = ('H100',)
 
 def choose_attention(attention, config, device, *, tensor=1, context=1, deterministic=False,
                      packed=False):
-    """Returns (the implementation of attention, one of ATTENTION; the reason, a text) for training
-    on `device`.
+    """Chooses the implementation of attention for training on `device`. Returns (one of ATTENTION;
+    a text that gives the reason).
 
     attention: the flag --attention. tensor: the number of devices that share the heads. context:
     the number of devices that share a sequence.

@@ -460,8 +460,8 @@ def ropes_by_layer_type(hf):
 # reading
 
 def read_config(values, source):
-    """Makes a GPTConfig from the content of a config.json. Returns (the GPTConfig; the family, that
-    is, the model_type). A config class of transformers fills in the defaults of missing keys.
+    """Makes a GPTConfig from the content of a config.json. Returns (the GPTConfig; the model_type).
+    A config class of transformers fills in the defaults of missing keys.
 
     values: the content as it is in the file, {key: value}; jax_hub.folders.read_config_json returns
     it. source: the path of the config.json, for messages. Raises UserError if a value is missing,

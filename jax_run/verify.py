@@ -246,10 +246,10 @@ def compare_file(before, array):
 
 
 def train_again(run, layout, interval, state, step, make_batch, evaluate, records):
-    """Trains an interval again. Returns (state at the end; list of Logged, the values that differ
-    from the log). state: the TrainState of the interval's first checkpoint. step: the compiled
-    step. make_batch(iteration), evaluate(state): functions of train_jax.py. records: the records of
-    metrics.jsonl."""
+    """Trains an interval again. Returns (the TrainState at the end; a list of a Logged for each
+    value that differs from the log). state: the TrainState of the interval's first checkpoint.
+    step: the compiled step. make_batch(iteration), evaluate(state): functions of train_jax.py.
+    records: the records of metrics.jsonl."""
     logged = {}
     for record in records:
         kind = 'evaluation' if 'val_loss' in record else 'iteration'

@@ -85,9 +85,10 @@ def extract(folder, revision, *paths):
 
 
 def passes(folder, names):
-    """Runs test files in a folder, up to the first failure. Returns (whether they pass; the name of
-    the first failure, '' without one). names: the names of the test files, separated by spaces,
-    such as 'data sources' for tests/test_data.py and tests/test_sources.py."""
+    """Runs test files in a folder, up to the first failure. Returns (True, '') if they pass, else
+    (False, the name of the first failure or 'no end after 15 minutes'). names: the names of the
+    test files, separated by spaces, such as 'data sources' for tests/test_data.py and
+    tests/test_sources.py."""
     files = [name if name == START else f'tests/test_{name}.py' for name in names.split()]
     command = [sys.executable, '-m', 'pytest', '-x', '-n', '2', '-m', '', *files]
     run = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True, start_new_session=True)

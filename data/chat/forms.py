@@ -219,10 +219,10 @@ def read_conversation(row):
 
 
 def read_pair(row):
-    """Reads a row with two answers, "chosen" and "rejected". Returns (the messages of the question;
-    [the messages of the chosen answer, those of the rejected answer]; the form of the row, a text
-    for the user). Raises UserError if an answer is missing, or if it is not clear which messages
-    are the question."""
+    """Reads a row with two answers, "chosen" and "rejected". Returns (question; answers; form).
+    question: the messages of the question. answers: a list of two lists of messages, the chosen
+    answer and the rejected answer. form: a text that tells the user which form the row has. Raises
+    UserError if an answer is missing, or if it is not clear which messages are the question."""
     answers = []
     for name in ('chosen', 'rejected'):
         if not str(row.get(name) or '').strip():
