@@ -467,9 +467,11 @@ def commit(tree: Any, params: dict) -> Any:
     """Returns the tree of arrays `tree` on the device of `params`, committed to it in jax's sense.
     Results of compiled functions are committed, too. Without this, decode and prefill would be
     compiled twice: for an uncommitted tree, and for their own results. If `params` are on several
-    devices, returns the tree uncommitted: jax then copies it to all of them."""
+    devices, returns the tree as jax arrays that are not committed."""
     devices = devices_of(params)
-    return jax.device_put(tree, *devices) if len(devices) == 1 else jax.device_put(tree)
+    if len(devices) == 1:
+        return jax.device_put(tree, *devices)
+    return jax.tree.map(jnp.asarray, tree)
 
 
 class Unread(NamedTuple):
