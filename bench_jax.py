@@ -318,8 +318,8 @@ def random_param(rng, path, shape):
 
 @functools.partial(jax.jit, static_argnames='shape')
 def scaled_normal(rng, std, shape):
-    """Returns std times an array of normal random numbers. Under jit, no copy of the array is
-    made."""
+    """Returns std times an array of normal random numbers. The function is compiled, because the
+    product then needs no second array in memory."""
     return std * jax.random.normal(rng, shape)
 
 

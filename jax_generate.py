@@ -467,11 +467,9 @@ def commit(tree: Any, params: dict) -> Any:
     """Returns the tree of arrays `tree` on the device of `params`, committed to it in jax's sense.
     Results of compiled functions are committed, too. Without this, decode and prefill would be
     compiled twice: for an uncommitted tree, and for their own results. If `params` are on several
-    devices, returns the tree as jax arrays that are not committed."""
+    devices, returns the tree unchanged."""
     devices = devices_of(params)
-    if len(devices) == 1:
-        return jax.device_put(tree, *devices)
-    return jax.tree.map(jnp.asarray, tree)
+    return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 
 
 class Unread(NamedTuple):
@@ -905,20 +903,19 @@ def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Arr
     B, T = tokens_BxT.shape
     tokens_BxN = np.pad(tokens_BxT, ((0, 0), (0, n_columns - T)))
     state = DecodeState(
-        tokens_BxN=tokens_BxN,
-        length_B=length_B,
-        n_generated_B=np.zeros(B, np.int32),
-        done_B=np.zeros(B, bool),
+        tokens_BxN=jnp.asarray(tokens_BxN),
+        length_B=jnp.asarray(length_B),
+        n_generated_B=jnp.zeros(B, jnp.int32),
+        done_B=jnp.zeros(B, bool),
         key_B=key_B,
-        steps=np.int32(-1),  # the first token's step is not counted
-        drafted=np.int32(0),
-        accepted=np.int32(0))
+        steps=jnp.int32(-1),  # the first token's step is not counted
+        drafted=jnp.int32(0),
+        accepted=jnp.int32(0))
     if not logprobs:
         return state
     # two arrays, because the compiled loop updates each in place
     return state.replace(
-        logprob_BxN=np.zeros((B, n_columns), np.float32),
-        sampling_logprob_BxN=np.zeros((B, n_columns), np.float32))
+        logprob_BxN=jnp.zeros((B, n_columns)), sampling_logprob_BxN=jnp.zeros((B, n_columns)))
 
 
 def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:

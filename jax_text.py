@@ -693,12 +693,13 @@ class Generation:
         """Returns the number of tokens to generate in the next chunk. After each chunk, read_texts
         decodes the new tokens and searches the texts for stop texts.
 
-        With streaming: 1, until a step has taken less than SLOW_TOKEN seconds; from then on
-        STREAM_CHUNK. (Several processes, whose clocks differ, always use STREAM_CHUNK.)
-        Without streaming: if stop texts must be searched for, STOP_CHUNK, or an eighth of the
-        tokens generated so far if that is more. This bounds both the tokens after the stop text and
-        the number of searches in a long text. If no stop texts must be searched for,
-        max_new_tokens."""
+        With streaming, the chunk is 1 token as long as every step has taken at least SLOW_TOKEN
+        seconds, and STREAM_CHUNK tokens after the first faster step. Several processes have
+        different clocks, and always use STREAM_CHUNK.
+        Without streaming, the chunk is max_new_tokens if no stop texts must be searched for.
+        Otherwise it is STOP_CHUNK or an eighth of the tokens generated so far, whichever is more.
+        This bounds both the tokens after the stop text and the number of searches in a long
+        text."""
         if self.streaming:
             fastest = min((lap.running for lap in self.laps[1:]), default=SLOW_TOKEN)
             if fastest < SLOW_TOKEN or jax.process_count() > 1:

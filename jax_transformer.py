@@ -556,8 +556,9 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
                    key_position_BxS: Array | None = None) -> Array:
     """Returns bool [B, T, S], True where a query may attend to a key. The key must be at the
     query's position or before, and within the query's window or chunk. In packed rows the key must
-    also be in the query's conversation: both have the same start. key_position_BxS: the positions
-    of the keys in a KV cache; None if the keys are those of the call's own tokens."""
+    also be in the query's conversation. This is so if the conversation of the key starts where the
+    conversation of the query starts. key_position_BxS: the positions of the keys in a KV cache;
+    None if the keys are those of the call's own tokens."""
     limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT

@@ -2,10 +2,11 @@
 
 Without a Batch, a Generation asks a Decoder of its own for tokens. With a Batch, a Generation has
 exactly one row, and asks a Row for tokens in the same way. The callers of all rows take turns, in
-one thread. A row that is alone is decoded by its own Decoder, unless the n_rows of the Batch is
-above 1. Several rows are decoded by one Decoder: the first caller that asks for more tokens decodes
-a chunk for all rows, and the other callers then find their tokens ready. So a row joins and leaves
-between two chunks, and nobody waits for the end of another answer.
+one thread. Several rows are decoded by one Decoder, that of the Batch: the first caller that asks
+for more tokens decodes a chunk for all rows, and the other callers then find their tokens ready. A
+row that is alone is decoded by a Decoder of its own, except in a Batch that was made for a fixed
+number of rows above 1 (n_rows). A row joins and leaves between two chunks, and nobody waits for the
+end of another answer.
 
 Each row has its own random numbers (jax_text.py) and its own sampling controls (stack_controls).
 The other rows can influence a row's text only through the rounding of the row's logits. If the
@@ -207,7 +208,8 @@ class Batch:
     def decode(self, rows):
         """Adds a chunk of at most CHUNK tokens to each of `rows`. The chunk is one token if a row
         has no token yet, so that its first token is there soon. The chunk is also one token if
-        there is only one process, and every step so far took longer than SLOW_STEP."""
+        every step so far took longer than SLOW_STEP, so that clients see each token at once.
+        Several processes do not measure this, because they must choose the same chunk."""
         # the others make room
         for other in self.rows:
             if other not in rows:

@@ -402,9 +402,9 @@ class Server(ThreadingHTTPServer):
         Returns the Jobs of these new answers. The new answers that use the shared batch all join it
         before any of them is decoded, so that their prompts can be prefilled together.
 
-        n_under_way: how many answers are under way. If there are none, waits for a request. n_ended:
-        how many answers have just ended. Waits up to RETURN seconds for as many requests, because
-        the clients of these answers may ask again at once."""
+        n_under_way: how many answers are under way. If there are none, waits for a request.
+        n_ended: how many answers have just ended. Their clients may ask again at once, so this
+        method waits up to RETURN seconds until n_ended requests have come."""
         begun = []
         ended_at = time.monotonic()
         while n_under_way + len(begun) < self.batch_size:

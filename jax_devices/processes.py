@@ -181,7 +181,8 @@ class StopSignal:
     that applies:
     - During a save, the signal has no effect.
     - In a notebook, where the process must live on, the signal raises KeyboardInterrupt. If
-      nothing_to_save is True, it raises SystemExit instead.
+      nothing_to_save is True, it raises SystemExit, as the first signal does. (The first signal
+      may still be waiting for compiled code to return.)
     - If the first or the second signal is SIGHUP, the second has no effect, because a closed
       terminal sends several signals.
     - Otherwise, the signal ends the process at once.

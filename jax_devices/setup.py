@@ -339,8 +339,8 @@ def can_cache_on_cpu():
 
 
 def cpu_name():
-    """Returns 'cpu-' and a hash of XLA's target: the CPU's model and instruction sets, and the
-    number of threads."""
+    """Returns 'cpu-' followed by a hash. The hash covers what XLA compiles for: the CPU's model,
+    its instruction sets and the number of threads."""
     known = r'(vendor_id|model name|flags|CPU implementer|CPU part|Features)\b'
     lines = Path('/proc/cpuinfo').read_text().splitlines()
     fields = {line for line in lines if re.match(known, line)}

@@ -272,8 +272,9 @@ def encode_training_chat(tokenizer, chat, counted=None):
     special token that ends the answer. Some templates write this token only at the beginning of the
     next message. For such a template, the function adds the token to the last answer.
 
-    Raises UserError if the template refuses the messages, or writes another message into an answer.
-    Raises UserError also if the template breaks one of two rules:
+    Raises UserError if the template refuses the messages, or if it writes another message into an
+    answer, where it would count in the loss. Raises UserError also if the template breaks one of
+    two rules:
     - A template without marks must write each answer in `counted` after the generation prompt.
     - A template with marks must mark each answer that is not in `counted` as exactly one part. This
       part is left out of the loss."""
@@ -624,12 +625,13 @@ def find_next_end(tokenizer, chat, behind):
     writes this token only at the beginning of the next message. The model must learn these ids,
     because it has to generate them to stop.
 
-    To find the token, renders the conversation with one more message, and looks at the text after
-    the answer and after `behind`. If the template writes spaces in front of the token, the ids of
-    the spaces come first. Returns [] if the template writes no stop token there.
+    To find the token, renders the conversation with one more message. In the result, the answer is
+    followed by the text `behind`, and then by the stop token. If the template writes spaces in
+    front of the token, the ids of the spaces come first. Returns [] if the template writes no stop
+    token there.
 
-    behind: the text that the template writes after the answer if no message follows, for example a
-    newline. The ids of the conversation already include this text."""
+    behind: the text that the template writes after a last answer, for example a newline. The ids of
+    the conversation already include this text."""
     # render the conversation with a message that follows
     *messages, last = chat.messages
     follower = {'role': 'tool' if last.get('tool_calls') else 'user', 'content': 'x'}

@@ -341,10 +341,10 @@ def is_as_filed(folder, settings):
 
 
 def adds_none(settings, tokenizer):
-    """Returns whether it is certain that transformers would add no tokens to a Tokenizer, because
-    the Tokenizer already has all tokens that `settings` name. settings: the content of
-    tokenizer_config.json. Lists of extra or additional special tokens, and tokens given as an
-    object in place of a text, are not analysed: with these, returns False."""
+    """Returns True if transformers would certainly add no tokens to the vocabulary of a Tokenizer.
+    transformers adds each token that `settings`, the content of tokenizer_config.json, name and the
+    Tokenizer lacks. Returns False if `settings` have a list of extra or additional special tokens,
+    or a token that is an object in place of a text, because this function does not read these."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]
@@ -354,9 +354,9 @@ def adds_none(settings, tokenizer):
 
 def complete(tokenizer, hf):
     """Adds to a Tokenizer what only transformers knows: added tokens, their flags, and the tokens
-    around a text. tokenizer: the Tokenizer of a tokenizer.json, which is changed. hf: transformers'
-    tokenizer of the same folder. Does not change the normalizer, split, model and decoder, even if
-    transformers has others than the file."""
+    that are put before and after a text. tokenizer: the Tokenizer of a tokenizer.json, which is
+    changed. hf: transformers' tokenizer of the same folder. The normalizer, split, model and
+    decoder stay those of the file, even where transformers uses different ones."""
     for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
         tokenizer.add_tokens([token])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor

@@ -222,9 +222,9 @@ def chosen_rows(w_ExOxI, matrix_R, shape):
 
 
 def halves_of_outputs(w):
-    """Splits w [..., O, N, t, lanes] into two halves along the axis O, the outputs of a matmul. A
-    reduction with add_pairs then sums two outputs at a time, one of each half (see
-    nt_bfloat16_row). N, t, lanes: each row of weights is N blocks of t * lanes elements (see
+    """Splits w [..., O, N, t, lanes] into two halves along the axis O, the outputs of a matmul. One
+    reduction with add_pairs then computes the sums of two outputs side by side, one of each half
+    (see nt_bfloat16_row). N, t, lanes: each row of weights is N blocks of t * lanes elements (see
     lane_terms).
 
     Returns a list of two arrays: the first and the last ceil(O / 2) outputs. The reduction needs

@@ -348,16 +348,17 @@ def attend_sequence(common, sequence, n, in_loop):
 
 
 def attend_piece(common, piece, sequence):
-    """Computes chunked_attention of T consecutive queries of one sequence. Returns [G, T Q, K], in
-    the axes of fold_groups. One loop goes over the T queries in blocks of at most 128.
+    """Computes chunked_attention of T consecutive queries of one sequence. Returns [G, T * Q, K]
+    for G KV heads of width K, each with Q query heads (see fold_groups). One loop goes over the T
+    queries in blocks of at most 128.
 
     Each block of queries is computed against all S keys of `sequence`, with a mask for the keys
     that the block may not see. Which keys these are depends on piece.first, which is known only at
     run time. So the compiled program cannot skip these keys.
 
     common: the Common of the call. piece: the Piece, with the positions of the first query and the
-    first key. sequence: a Sequence with only the T queries, and with S keys. The S keys include
-    every key that one of the queries may see, also keys at earlier positions."""
+    first key. sequence: a Sequence that has only these T queries, but S keys: every key that one of
+    the queries may see, also at positions before the first query."""
     G, TQ, K = sequence.q_GxTQxK.shape
     T = TQ // common.Q
     n = math.gcd(T, 128)

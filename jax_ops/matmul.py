@@ -25,7 +25,8 @@ def all_gather_param(param, dtype, tp=()):
     parameter's dtype.
 
     tp: a pair, the sharding of the parameter before the gather and its sharding after the gather.
-    COLUMN_PARALLEL is such a pair. With (), nothing is gathered: the parameter is not sharded."""
+    COLUMN_PARALLEL is such a pair. The default () is for a parameter that is not sharded: it is
+    only rounded to `dtype`."""
     if not current_mesh():
         return param
 
@@ -72,10 +73,10 @@ def matmul(x, y, transpose_rhs=False, dtype=None, tp=()):
     """Computes x @ y (x @ y.T with transpose_rhs) in x's dtype, accumulated in float32. The result
     is in dtype (default: x's).
 
-    Either y is a kernel [I, O] of any dtype and x is [..., I], or x and y have the same leading
-    axes. tp: COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh. The kernel is all-gathered
-    over fsdp, and again in the backward pass, because keeping the gathered kernels would
-    materialize the full model (ZeRO-3, arXiv:1910.02054)."""
+    Either y is a kernel of any dtype, [I, O] or with transpose_rhs [O, I], and x is [..., I]. Or x
+    and y have the same leading axes. tp: COLUMN_PARALLEL or ROW_PARALLEL for a kernel on a mesh.
+    The kernel is all-gathered over fsdp, and again in the backward pass, because keeping the
+    gathered kernels would materialize the full model (ZeRO-3, arXiv:1910.02054)."""
     y = all_gather_param(y, x.dtype, tp).astype(x.dtype)
     if transpose_rhs:
         y = transpose_materialized(y)

@@ -165,8 +165,10 @@ class DiskRun:
 
 def open_checkpoints(out_dir, keep=2, since=0):
     """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints. Of
-    the checkpoints after iteration `since`, it also keeps the one with the lowest validation loss;
-    earlier losses were measured on other data. Raises UserError if out_dir cannot be written."""
+    the checkpoints after iteration `since`, it also keeps the one with the lowest validation loss.
+
+    since: the iteration at which the run began to train on its present data (data_since). Earlier
+    validation losses were measured on other data. Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
@@ -225,9 +227,9 @@ def quiet_orbax():
 
 
 def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the one checkpoint that has all its files, but
-    not yet its final name. Then waits until the checkpoint's files and metrics.jsonl are on the
-    disk. folder: the folder of all checkpoints of the run.
+    """Writes checksums.json, {file: CRC-32}, into the checkpoint that is being saved. It has all
+    its files, but still Orbax's temporary name (UNFINISHED). Then waits until the checkpoint's
+    files and metrics.jsonl are on the disk. folder: the folder of all checkpoints of the run.
 
     Orbax calls this function in one process, before it renames the checkpoint, and drops the
     checkpoint if this function raises an exception."""

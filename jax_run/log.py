@@ -255,10 +255,10 @@ class NotFinite(UserError):
 class MetricsLog:
     """The file out_dir/metrics.jsonl, one record (JSON object) per line.
 
-    When a run starts at iteration iter_num, the constructor keeps the records of earlier iterations
-    and drops the others, which the run writes again. If the file has an evaluation or a change of
-    max_iters at iter_num itself, the constructor keeps these records, too; write() does not write
-    that evaluation again. With iter_num=0, drops all records.
+    When a run starts at iteration iter_num, the constructor keeps the records of earlier
+    iterations. Of the records at iter_num itself, it keeps an evaluation and a change of max_iters.
+    It drops all other records, because the run writes them again. If it has kept an evaluation at
+    iter_num, write() does not write this evaluation again. With iter_num=0, it drops all records.
 
     An incomplete last line is dropped. If other lines cannot be read, they are left out, a message
     says so, and the old file is kept as metrics.jsonl.damaged.

@@ -378,7 +378,8 @@ def val_digest(manifest):
 
 
 def describe_tokenizer(tokenizer):
-    """Returns the description of a tokenizer without the path in it."""
+    """Returns `tokenizer`, the description of a tokenizer, without its path, because the manifest
+    has no paths."""
     return {name: value for name, value in tokenizer.items() if name != 'path'}
 
 

@@ -208,8 +208,8 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints a line if the metric "bits per byte" of a resumed run counts the bytes of something
-    else than before. This is so if the data set was made anew.
+    """Prints a line if the "bits per byte" of a resumed run divide by other bytes than before. This
+    can happen if the data set was prepared again between the two runs.
 
     earlier, now: what the metric counted before and what it counts now, each a value of
     Data.bpb_bytes. 'tokens': the bytes that the tokens stand for. 'text': the bytes of the text."""

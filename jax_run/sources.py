@@ -51,9 +51,9 @@ class Order(NamedTuple):
         """Returns where each sequence begins in the data, int64 [B]. numbers: the numbers of the
         sequences in the stream, int64 [B].
 
-        Sequence k of the stream is read in epoch k // n. It is row or window i = permutation[k % n]
-        of that epoch, and begins at offset + stride * i. The offset and the permutation are those
-        of shuffle_epoch."""
+        Sequence k of the stream is read in epoch k // n, at place k % n. It is the row or window of
+        the data with the index i = permutation[k % n], and begins at offset + stride * i. The
+        offset and the permutation are those of shuffle_epoch for this epoch."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
@@ -105,11 +105,12 @@ def window_order(n_tokens: int, block_size: int, seed: int) -> Order:
 
 def get_batch_jax(tokens: np.ndarray, block_size: int, n_rows: int, seed: int, iteration: int,
                   rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Draws the sequences of one iteration. Returns (x; y), int32 [n_rows, block_size]. y is x
-    shifted by one token: the next tokens. The result depends on the arguments alone.
+    """Draws sequences of one iteration, which has n_rows of them. Returns (x; y), int32 [len(rows),
+    block_size]. y is x shifted by one token: the next tokens. The result depends on the arguments
+    alone.
 
-    tokens: an array [n_tokens]. rows: an array that says which of the n_rows sequences to return;
-    by default all.
+    tokens: an array [n_tokens]. rows: the indices, below n_rows, of the sequences to return; by
+    default all.
 
     The sequences come from an endless shuffled stream, in which an epoch holds every window once.
     An iteration begins at sequence number iteration * n_rows of the stream, so with another n_rows
