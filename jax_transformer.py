@@ -496,10 +496,10 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
     module: the attention layer, for its config, layer_type and dropout key.
     kv: what this call adds to the cache, {name: [B, T, G, K]}: keys and values, or latents in
     latent attention.
-    qkv_of: a function of the layer, which already has the queries. It takes entries in the form of
-    the cache, and returns (queries, keys, values) for dot_product_attention. In latent attention it
-    computes the keys and values from the latents. Without a cache, attend calls qkv_of with kv.
-    With a cache, attend calls qkv_of with all that the cache holds after kv has been added.
+    qkv_of: a function that returns (queries, keys, values) for dot_product_attention. The layer
+    makes this function, after it has computed the queries. The argument of qkv_of is kv, or, with a
+    cache, all that the cache holds after kv has been added. In latent attention, qkv_of computes
+    the keys and values from the latents.
     call: the inputs that all blocks share.
     scale, sinks_H: see dot_product_attention."""
     config, layer_type = module.config, module.layer_type
