@@ -920,9 +920,9 @@ class Placing:
 
 
 def checksum_of_weights(source, config):
-    """Returns the checksum that load_weights would return, but holds only one tensor at a time. If
-    a GPT-2 has no biases, save_pretrained writes biases of zero into its file. The checksum leaves
-    these biases out."""
+    """Returns the checksum that load_weights would return, but holds only one tensor at a time. A
+    model without biases that is exported as a GPT-2 has biases of zero in its file, because the
+    format requires biases. The checksum leaves these biases out."""
     crc = 0
     shapes = param_shapes(config)
 

@@ -164,8 +164,8 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
 
 
 def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
-    """Returns the LoadedModel of pretrained weights: a folder or hub name of Hugging Face, or a
-    ckpt.pt. The arguments are those of read_model."""
+    """Loads pretrained weights, and returns a LoadedModel. source: a folder or hub name of Hugging
+    Face, or the path of a ckpt.pt. The other arguments are those of read_model."""
     is_one_cpu = len(layout.devices) == 1 and layout.devices[0].platform == 'cpu'
 
     def place(path, array):

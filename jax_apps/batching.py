@@ -112,8 +112,8 @@ class Batch:
     """A batch that decodes the rows of several answers together.
 
     n_rows: the number of rows that each step computes, even if fewer are being decoded. At most
-    n_rows rows can then be decoded together. The results of a row are then equal to the bit however
-    many other rows are decoded, as long as attention reads the same number of slots of the KV
+    n_rows rows can then be decoded together. A row then gets the same bits, no matter how many
+    other rows are decoded with it, as long as attention reads the same number of slots of the KV
     cache.
     With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
     two. When rows leave, the batch does not shrink at once, because its whole state must be copied

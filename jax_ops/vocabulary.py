@@ -150,12 +150,12 @@ class VocabParallel(nn.Module):
       mesh, the table and the result are sharded on this mesh. The parameter `weight` is the full
       table.
     - With tp_size > 1, in custom code (docs/parallelism.md#a-sharded-vocabulary-of-your-own),
-      calling the layer computes only what rank tp_rank contributes, whatever the device of the
-      call. An embedding is zero for ids of other ranks, and the sum over all ranks is the full
-      embedding. An LM head gives the logits of this rank's ids only. Rank r has the n_rows ids from
-      r * n_rows on, where n_rows = ceil(num_embeddings / tp_size). The parameter `weight` is this
-      rank's rows of the table, [n_rows, embedding_dim], as load_weight_shard returns them. Rows of
-      zeros stand for ids beyond the table.
+      calling the layer computes only what rank tp_rank contributes. The field tp_rank gives the
+      rank, and not the device of the call. An embedding is zero for ids of other ranks, and the sum
+      over all ranks is the full embedding. An LM head gives the logits of this rank's ids only.
+      Rank r has the n_rows ids from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size).
+      The parameter `weight` is this rank's rows of the table, [n_rows, embedding_dim], as
+      load_weight_shard returns them. Rows of zeros stand for ids beyond the table.
     - sharded_forward, also for custom code, computes the full result on the mesh that is passed to
       it. The rows of the table are sharded over the mesh axis tensor. tp_size and tp_rank have no
       effect. The parameter `weight` is the full table.

@@ -297,8 +297,9 @@ def compare_states(state, kept):
 
 
 def digest_weights(out_dir):
-    """Returns a digest of the weights in the latest checkpoint of a run. With LoRA, the digest is
-    of the updates alone. The digest is the same for every layout of the devices."""
+    """Returns a digest of the weights in the latest checkpoint of a run. With LoRA, the digest
+    covers only the LoRA matrices a and b, not the base model. The digest is the same for every
+    layout of the devices."""
     _, params, _, _ = restore_run(out_dir, 'latest', OnHost, '')
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -109,11 +109,11 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Repeats the runs that a row of the table of machines (docs/lab_log.md#five-minutes) records,
-    one run for each seed, and compares the results with the recorded ones. row: the content of the
-    file that --save has written. flags: further flags of train_jax.py, such as --device. has_all:
-    whether to train all iterations of each run; otherwise trains the first N_CHECKED, or all if a
-    run has fewer.
+    """Repeats the runs of a row of the table of machines (docs/lab_log.md#five-minutes), one run
+    for each seed. Compares the results with those in the row. row: the content of the file that
+    --save has written. flags: further flags of train_jax.py, such as --device. has_all: whether to
+    train all iterations of each run; otherwise trains the first N_CHECKED, or all if a run has
+    fewer.
 
     Prints what has changed since the row was made, and a line for each seed. Returns the exit code:
     0 if all results agree, else 1. Raises UserError if the data differ."""
