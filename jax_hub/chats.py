@@ -502,8 +502,9 @@ def find_lost(tokenizer, chat, ids, counted):
     without this content.
 
     There is one more warning if the model would be sampled with another prompt than it is trained
-    with. For this, the prompt is made from the messages before the last answer that counts in the
-    loss. The tokens of the whole conversation, `ids`, have to begin with the tokens of this prompt.
+    with. To find that out, the prompt is made from the messages before the last answer that counts
+    in the loss. The warning is added if `ids`, the tokens of the whole conversation, do not begin
+    with the tokens of this prompt.
 
     counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
