@@ -277,7 +277,8 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
 
 
 def prompts_of(item, delimiter):
-    """Returns one text for each option of an item of a bundle: the context and the continuation."""
+    """Returns one text for each option of an item: the context, the delimiter and the
+    continuation. item: a row of a task in a bundle (a folder of tasks, see above)."""
     prompts = []
     for context, continuation in pairs(item, delimiter):
         if item['kind'] == 'language_modeling':

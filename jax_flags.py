@@ -262,8 +262,8 @@ def config_block(script):
 
 
 def read_flags(script, namespace, argv=None, *, ignored=()):
-    """Returns (flags; given), each {name: value}: all flags of the script; the flags that the user
-    gave.
+    """Reads the flags of a script. Returns two dicts {name: value}: all flags of the script, and
+    the flags that the user gave.
 
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. The flags that a config file assigns at its top level count
@@ -547,11 +547,12 @@ NEEDS = {
 
 
 def is_read(script, name, flags):
-    """Returns whether something reads the flag `name` of this script. This is so if the flag has no
-    condition in NEEDS, or if its condition is met.
+    """Returns whether the flag `name` of this script has an effect. A flag without a condition in
+    NEEDS always has one. A flag with a condition has an effect only if the condition is met.
 
-    flags: {name: value} of all flags, and of facts that the script knows. If the condition's
-    `switch` is not in `flags`, the value of the switch is not known yet, and the result is True."""
+    A condition tests one other flag or fact; the attribute `switch` of the condition is its name.
+    flags: {name: value} of all flags, and of facts that the script knows. If `flags` lacks the
+    switch, its value is not known yet, and the result is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True
@@ -668,12 +669,12 @@ def check_flags(flags):
 
 @functools.cache
 def read_ends(text):
-    """Parses the flag earlier_ends: where the learning rate schedule ended before --minutes moved
-    its end. Returns {until: end}, in ascending order.
+    """Parses the flag earlier_ends. It lists the earlier ends of the learning rate schedule, each
+    of which --minutes later replaced by another. Returns {until: end}, in ascending order.
 
-    Example: '300:900,600:1000' gives {300: 900, 600: 1000}. Before iteration 300, the end was
-    iteration 900. From iteration 300 to 599, the end was iteration 1000. Raises UserError for a
-    text of another form or order."""
+    Example: '300:900,600:1000' gives {300: 900, 600: 1000}. Before iteration 300, the schedule was
+    planned to end at iteration 900. From iteration 300 to 599, it was planned to end at 1000.
+    Raises UserError for a text of another form or order."""
     if not re.fullmatch(r'(\d+:\d+(,\d+:\d+)*)?', text):
         raise UserError(f'earlier_ends is a list such as 300:900,600:1000, not {text}')
     pairs = [pair.split(':') for pair in text.split(',') if pair]

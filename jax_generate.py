@@ -1,15 +1,15 @@
-"""Continues prompts by new token ids, and scores given ones: prefill and decode with a KV cache,
-sampling, speculative decoding, streaming, log-probabilities.
+"""Extends prompts by new token ids, and computes the log-probabilities of given token ids. Has
+prefill and decode with a KV cache, sampling, speculative decoding and streaming.
 
 `generate` returns all tokens. `generate_stream` yields tokens while they are made. `score` returns
-log-probabilities. jax_text.py generates and scores texts. Read from the top: how a token is
-sampled; the compiled functions, which are prefill and decode with its three steps; the Decoder,
-which calls the compiled functions; `generate`, `generate_stream`, and start_rows, which makes a
-Decoder; `score`; the sizes of compiled arrays.
+log-probabilities. jax_text.py generates and scores texts. From top to bottom this file has: the
+sampling of a token; the compiled functions, which are prefill and decode (decode has three kinds of
+steps); the Decoder, which calls the compiled functions; `generate`, `generate_stream`, and
+start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
 
-The letters of shapes are those of jax_transformer.py. In addition N is the width of the token
-buffer, and J the number of drafts. In the code of `score`, R is the number of rows, P the number of
-tokens that all rows of an item share, and N the number of a row's other tokens."""
+The letters of shapes are those of jax_transformer.py. In addition, N is the width of the token
+buffer, and J is the number of drafts. In the code of `score`, R is the number of rows, P is the
+number of tokens that all rows of an item share, and N is the number of a row's other tokens."""
 import contextlib
 import dataclasses
 import functools
@@ -1266,10 +1266,10 @@ def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the number of slots to give to a KV cache. needed: the number of slots that the cache
     needs now. longest: the number of slots that it needs at the end.
 
-    Let at_end be min(longest, block_size), rounded up by four_per_octave. If at_end is at most
-    2 * round_up_slots(needed), returns at_end, and the cache need not grow. Otherwise returns
-    round_up_slots(needed), and the cache grows later. If rounding up gives more than block_size,
-    returns block_size."""
+    If the final size is at most twice the size that is needed now, returns the final size, so that
+    the cache never has to grow. Otherwise returns the size that is needed now, and the cache grows
+    later. The final size is rounded up by four_per_octave, the size needed now by round_up_slots.
+    The result is at most block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

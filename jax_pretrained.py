@@ -107,8 +107,9 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     copied; or a description of a tokenizer (a dict, see load_tokenizer). A GGUF file needs a
     description.
     shard_bytes: weights of more bytes are split into several files with an index.
-    Raises UserError if the folder cannot be written, params do not belong to GPT(config), or
-    config_json is missing or belongs to another model."""
+    Raises UserError if the folder cannot be written, if params do not belong to GPT(config), if the
+    file config_json does not exist or belongs to another model, or if no config.json can be derived
+    from `config`."""
     is_gguf = str(folder).endswith('.gguf')
     check_choice('dtype', dtype, GGUF_DTYPES if is_gguf else DTYPES)
     if config_json:
@@ -458,8 +459,8 @@ def meaning(config):
 # parameters <-> tensors on disk
 
 class TensorMap(NamedTuple):
-    """Says which part of a parameter a tensor on disk fills: parameter[dst] = tensor[src][rows] +
-    offset, transposed if `transpose`."""
+    """Says where the numbers of a tensor on disk belong in a parameter. The rule is
+    parameter[dst] = tensor[src][rows] + offset, transposed if `transpose`."""
     name: str  # of the tensor on disk
     shape: tuple  # of the tensor on disk
     transpose: bool = False  # [out, in] on disk, [in, out] in the parameter

@@ -651,11 +651,11 @@ def update_kv_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dic
 def update_ring_cache(config: GPTConfig, layer_type: str, cache: dict, new_kv: dict,
                       position_BxT: Array) -> tuple[dict, Array, dict]:
     """Does the work of update_kv_cache for a ring buffer of S slots, in which a token at `position`
-    has the slot position % S. A token thus overwrites the token S positions before it, which is out
-    of the attention span by then. Returns what update_kv_cache returns.
+    has the slot position % S. Returns what update_kv_cache returns.
 
-    If S is less than the span, the cache can only hold positions below S. The caller must enlarge
-    it by grow_cache before a later position is written."""
+    If S is at least the attention span, a token overwrites the token S positions before it, which
+    is out of the span by then. If S is less than the span, nothing may be overwritten: the caller
+    must enlarge the cache by grow_cache before it writes position S."""
     B, T = next(iter(new_kv.values())).shape[:2]
     S = next(iter(cache.values())).shape[2]
     span = attention_span(config, layer_type)

@@ -139,10 +139,10 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of a prompt. Outside a chat, these are the ids of a text.
+    """Returns the token ids of a prompt. Outside a chat, a prompt is a text, and these are its ids.
 
-    In a chat, these are the ids of the message of --system, if there is one, followed by the
-    messages of the prompt. A prompt that is a text is one message of the user. A prompt that is a
+    In a chat, these are the ids of the system message that --system gives, if there is one, and of
+    the prompt's messages. A prompt that is a text is one message of the user. A prompt that is a
     dict contains its messages.
 
     prompt: an element of the list that read_prompts returns. conversation: the Chat

@@ -380,9 +380,10 @@ class Server(ThreadingHTTPServer):
         chunk, and then goes to the end of the queue. Returns once stop() was called and the answers
         under way have ended.
 
-        In some turns the chunk is there already, because a chunk was decoded for all answers of the
-        shared batch. Before each of the other turns, begins the answers to waiting requests. These
-        answers go to the front of the queue, so that a new request waits for at most one chunk."""
+        One call of the model decodes a chunk for all answers of the shared batch. So when an answer
+        has its turn, its chunk may have been decoded already. If not, the turn has to decode. Then
+        it first begins the answers to waiting requests, and puts them at the front of the queue. So
+        a new request waits for at most one chunk."""
         jobs = collections.deque()  # those with an answer under way
         n_ended = 0  # answers that ended since others could begin
         while jobs or not self.is_ending:

@@ -309,9 +309,9 @@ class Sharded(SeveralDevices):
 
         local: the shards of the batch that this process has, {index of the shard: array [*shape,
         *rest]}. shape: (micro-steps, sequences) of a shard, or (sequences,). index: for each axis
-        of the global array, the slice that the device holds. The start of the slice of the
-        sequences, divided by the number of sequences of a shard, is the index of the device's
-        shard. A start of None means 0."""
+        of the global array, the slice that the device holds. The slice along the axis of the
+        sequences tells the index of the device's shard: start // sequences. A start of None means
+        0."""
         axis = len(shape) - 1  # of the sequences
         shard_number = (index[axis].start or 0) // shape[-1]
         return local[shard_number][..., *index[axis + 1:]]

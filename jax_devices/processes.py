@@ -271,8 +271,8 @@ class StopSignal:
                 number = received.recv(1)
 
     def answer_one(self, signum):
-        """Records the first signal, prints what happens, and ends the process at a second
-        signal."""
+        """Answers a signal. The first signal is recorded, a second one ends the process. Both
+        times, prints a line that says what the script does next."""
         name = signal_name(signum)
         is_first = not self.signum
         if is_first:
@@ -295,9 +295,9 @@ class StopSignal:
 
 def exit_at_signals(is_said=False):
     """Makes each of STOP_SIGNALS end the script at once, from this call on, even in the middle of a
-    compiled program. The exit code is 128 + signal. For scripts that have nothing to save. A usual
-    exit could crash, because a running program uses memory that the exit frees. is_said: whether to
-    print a line on stderr before the exit."""
+    compiled program. The exit code is 128 + signal. For scripts that have nothing to save. The exit
+    skips Python's cleanup (os._exit), because the cleanup frees memory that the compiled program
+    still uses, which could crash. is_said: whether to print a line on stderr before the exit."""
     received, sender = socket.socketpair()
     sender.setblocking(False)
     signal.set_wakeup_fd(sender.detach())
@@ -371,6 +371,7 @@ def signal_name(signum):
 
 
 def say(text):
-    """Prints a line on stderr. On a terminal, the line is printed below a progress bar."""
+    """Prints a line on stderr. On a terminal, prints a newline first, because the cursor may be
+    behind a progress bar."""
     line = f'\n{text}' if sys.stderr.isatty() else text
     warn(line)

@@ -427,12 +427,12 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether `request` and `before`, two renderings of the messages before an answer, are
-    equal from the text of the last message to their end. Returns False if the last message has no
-    text.
+    """Returns whether two renderings of the messages before an answer are equal from the text of
+    the question to their end. Returns False if the question has no text.
 
-    request: the messages before the answer, rendered alone, with the generation prompt. before: the
-    rendered complete conversation, up to the answer. question: the last message before the answer.
+    request: the rendering of these messages alone, with the generation prompt. before: the
+    rendering of the complete conversation, cut where the answer begins. question: the last message
+    before the answer.
 
     find_answer calls this function for templates that write a message in another way if later
     messages follow. For example, some templates write the system message only into the last turn of
@@ -501,10 +501,10 @@ def find_lost(tokenizer, chat, ids, counted):
     warning for each kind of content that the template leaves out. The model would be trained
     without this content.
 
-    There is one more warning if the model would be sampled with another prompt than it is trained
-    with. To find that out, the prompt is made from the messages before the last answer that counts
-    in the loss. The warning is added if `ids`, the tokens of the whole conversation, do not begin
-    with the tokens of this prompt.
+    One more warning says that the prompt differs between sampling and training. The prompt in
+    sampling is the rendering of the messages before the last answer that counts in the loss. The
+    prompt in training is the beginning of `ids`, the tokens of the whole conversation. The warning
+    is added if `ids` do not begin with the tokens of the prompt in sampling.
 
     counted: the indices of the messages that are answers and count in the loss."""
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)

@@ -99,8 +99,8 @@ def llama_fields(hf, *, activation='silu', attention_bias=False):
 
 
 def head_width(hf):
-    """Returns the number of channels of a head by `hf`, a config of transformers. Raises UserError
-    if head_dim is null."""
+    """Returns the number of channels per attention head of a model. hf: the model's config, as
+    transformers reads it. Raises UserError if head_dim is null."""
     width = getattr(hf, 'head_dim', hf.hidden_size // hf.num_attention_heads)
     if width is None:
         raise UserError('head_dim=null is not supported for this family')

@@ -73,7 +73,8 @@ def telling_warnings(folder):
 
 
 class Collected(logging.Handler):
-    """Keeps the messages of a logger."""
+    """A logging handler that collects the messages of a logger in a list, instead of printing
+    them."""
 
     def __init__(self):
         super().__init__()

@@ -286,7 +286,7 @@ class MXFP4(NamedTuple):
 
 class ScaledBlocks(NamedTuple):
     """A matrix in DeepSeek's float8: weight [out, in] times one scale per block. Indexing a
-    ScaledBlocks dequantizes the matrix."""
+    ScaledBlocks dequantizes the whole matrix, then returns the indexed part."""
     weight: np.ndarray
     scale: np.ndarray  # float32 [ceil(out / rows), ceil(in / columns)]
     block: tuple  # (rows, columns)
@@ -320,8 +320,8 @@ def read_block(config, source):
 
 
 def dequantize_lazily(tensors, block, source):
-    """Replaces each quantized tensor and its scales by one object that dequantizes when it is
-    indexed, and returns {name: array}.
+    """Returns a copy of the dict `tensors` in which each quantized tensor and its scales are
+    replaced by one object. Indexing this object dequantizes the tensor.
 
     tensors: {name: array}. block: (rows, columns) of a block of float8. source: the name of
     the tensors' file, for messages. Raises UserError for scales that do not fit."""

@@ -109,10 +109,10 @@ LEAST_SLOTS = 64  # the smallest part of a KV cache that attend_to_used_slots cu
 def attend_to_used_slots(attend, held, mask_BxTxS):
     """Computes attend(held, mask_BxTxS), the attention to the S slots of a layer's KV cache.
 
-    On CPUs, gives `attend` only the first slots: the fewest of 64, 128, 256, ... and S that contain
-    every key that a query may see. A cache usually has many more slots than its rows use, and
-    reading the unused ones costs as much time as the others (docs/lab_log.md#the-slots-in-use).
-    Each of these numbers is a branch of the compiled program.
+    On CPUs, gives `attend` only the first n slots. n is the smallest of the sizes 64, 128, 256,
+    ..., S for which these slots hold every key that a query may see. The compiled program has a
+    branch for each size. A cache usually has many more slots than its rows use, and reading the
+    unused ones costs as much time as the others (docs/lab_log.md#the-slots-in-use).
 
     attend: a function of (held, mask). held: {name: [B, G, S, ...]}, the cache as it is stored.
     mask_BxTxS: True where a query may attend to a key."""

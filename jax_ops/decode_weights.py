@@ -125,8 +125,8 @@ def order_columns_by_rank(params, config):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def order_kernel(kernel, widths, n_ranks):
-    """Puts the columns of a kernel of c_attn into the order of order_by_rank, in which the columns
-    of each of n_ranks tensor ranks are side by side. kernel: an array [I, O], which becomes
-    Transposed, or an Int8, which stays Int8. Returns the kernel, sharded over the tensor ranks.
-    widths: the numbers of columns of q, k and v."""
+    """Puts the columns of a kernel of c_attn into the order of order_by_rank: first the columns of
+    q, k and v that tensor rank 0 computes, then those of rank 1, and so on up to n_ranks. kernel:
+    an array [I, O], which becomes Transposed, or an Int8, which stays Int8. Returns the kernel,
+    sharded over the tensor ranks. widths: the numbers of columns of q, k and v."""
     return as_kernel(kernel).order_columns(widths, n_ranks)

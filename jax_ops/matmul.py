@@ -56,7 +56,8 @@ def matmul_f32_acc(x, y, dtype=None):
 
 
 def weight_grad(x, g, dtype):
-    """Computes x.T @ g in dtype, for x [..., R, I] and g [..., R, O].
+    """Computes x.T @ g in dtype, for x [..., R, I] and g [..., R, O]. Returns [..., I, O]: the
+    leading axes are batch axes, as in jnp.matmul.
 
     Transposes the activation x, because transposing g, as JAX's rule does, is slower on CPUs
     (docs/lab_log.md#matmul). In bfloat16 a transpose is a copy. Therefore, if g and the result

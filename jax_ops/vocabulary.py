@@ -253,9 +253,9 @@ class ParallelLMHead(VocabParallel):
 
         last_B: None, or the positions, int32 [B]; see the class. n_rows: the number of rows
         of the table, self.n_rows in __call__ (the rows of this rank) and num_embeddings in
-        sharded_forward (the full table). mesh: the mesh of sharded_forward, with the table sharded
-        over its axis tensor. If `mesh` is None, computes on the mesh that the caller has set, if
-        any. training: see lm_logits."""
+        sharded_forward (the full table). mesh: the mesh of sharded_forward; the table is sharded
+        over its axis 'tensor'. __call__ passes None, and the computation uses the mesh that is set
+        (jax.set_mesh), if any. training: see lm_logits."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 

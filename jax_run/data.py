@@ -216,8 +216,8 @@ def load_dataset(data_dir, block_size):
 
 def check_size(path, meta, split, block_size):
     """Raises UserError if `path`, the file of a split, is missing, or if its size is wrong. The
-    file must have a whole number of tokens, more than block_size, and as many as `meta` says (None:
-    any number)."""
+    file must have a whole number of tokens, and more than block_size. If meta['<split>_tokens'] is
+    a number, the file must have exactly this number of tokens."""
     if not path.exists():
         raise UserError(f'there is no {path}; {remedy_for(path.parent)}')
 

@@ -1,8 +1,9 @@
 """The manifest of a run: data, tokenizer, source files, versions, and the choices made for the
 devices.
 
-Every checkpoint keeps the manifest in its metadata. A resume compares the data of the manifests.
-If a run has several processes, they compare their manifests (flatten) before they train. The
+Every checkpoint keeps the manifest in its metadata. A resume compares the checkpoint's manifest
+with its own (find_changes for the data, find_changed for the rest). If a run has several
+processes, they compare their manifests (flatten) before they train. The
 manifest holds no host name and no user name. Its only paths are the keys of `sources`, which are
 relative to the program's folder.
 

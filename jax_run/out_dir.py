@@ -242,8 +242,9 @@ def lock_out_dir(out_dir, resumed_at=None):
 
     Renames damaged checkpoints to <iteration>.damaged, so that Orbax does not see them. A
     checkpoint counts as damaged if its metrics are unreadable, or if it is newer than iteration
-    resumed_at. A run resumes from its newest intact checkpoint, so every newer checkpoint must be
-    damaged. resumed_at: the iteration that the run goes on from; None if the run is not resumed."""
+    resumed_at. (A run resumes from its newest intact checkpoint. So a checkpoint that is newer was
+    not intact.) resumed_at: the iteration that the run goes on from. It is None if the run is not
+    resumed; then only checkpoints with unreadable metrics count as damaged."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'

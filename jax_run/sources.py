@@ -1,4 +1,5 @@
-"""Turns token files into batches. Each kind of data is a class with these methods:
+"""Turns token files into batches. Each kind of data is a class with these methods (a Mixture of
+data sets has only draw and count_passes):
 
     draw(numbers, rows)         returns a training batch: the sequences numbers[rows] of the stream
     evaluation(n_rows, ...)     returns an Evaluation: which n_rows sequences every evaluation reads
@@ -7,9 +8,8 @@
                                 n_sequences sequences
 
 The stream is the endless sequence of all training sequences of a run, shuffled again in each pass
-over the data. `numbers` are the positions in the stream of all sequences of an iteration. `rows`
-selects those that this process needs. Of these methods, a Mixture of data sets has only draw and
-count_passes.
+over the data. `numbers` has, for each sequence of an iteration, its position in the stream. `rows`
+selects the positions that this process needs.
 
 A batch depends only on the seed and the numbers of its sequences. So a run that is resumed
 continues with the next sequence, and the same run on more devices sees the same data."""

@@ -496,7 +496,8 @@ def schedule_from_flags(flags, iter_num):
 
 
 def schedule_end(flags, iter_num):
-    """Returns the iteration at which the learning rate schedule of iteration iter_num ends.
+    """Returns the iteration at which the learning rate schedule ends, as it was planned when
+    iteration iter_num was trained.
 
     The end is lr_decay_iters, unless --minutes moved the end while the run trained. An iteration
     before a move keeps the end that was valid at that time. For example, earlier_ends='300:900' and

@@ -1,13 +1,13 @@
-"""Measures a server of OpenAI's API with several clients at a time. Prints a row for each number of
-clients.
+"""Measures a server that answers OpenAI's API (such as sample_jax.py --serve) with several clients
+at a time. Prints a row for each number of clients.
 
 $ python sample_jax.py --out_dir=out-mine --serve=8000
 $ python tools/clients.py http://localhost:8000 --clients=1,8,1,8 --requests=16 --max_tokens=64
 
 A row says how many tokens per second all clients get together, also as a multiple of the first row;
 how long the first piece of an answer takes; and how many texts differ from those of the first row.
-All rows send the same requests: request i has seed i, and a prompt of its own. Each number of
-clients runs once before, unmeasured, to compile.
+All rows send the same requests: request i has seed i, and a prompt of its own. Before the first
+row, each number of clients runs once without being measured, so that the server compiles.
 """
 import argparse
 import json

@@ -219,7 +219,7 @@ def data_sets(tree, inputs):
 def gpt(tree, inputs):
     """Trains a GPT-2 with dropout, and samples from it in four ways: in float32; in int8; with
     drafts; greedily. Returns the losses and samples, {name: value}. tree: the Tree with the code to
-    run. inputs: has no effect; all cases have the same arguments."""
+    run. inputs: unused; every test case is called with (tree, inputs)."""
     out = tree.work / 'out-gpt'
     tree.train(out, *GPT, tree.data('chars'))
     found = losses(out)
@@ -233,8 +233,8 @@ def gpt(tree, inputs):
 
 def resumed(tree, inputs):
     """Trains the same model as gpt(), but stops after ten iterations and resumes. Returns the
-    losses, {name: value}. tree: the Tree with the code to run. inputs: has no effect; all cases
-    have the same arguments."""
+    losses, {name: value}. tree: the Tree with the code to run. inputs: unused; every test case is
+    called with (tree, inputs)."""
     out = tree.work / 'out-resumed'
     tree.train(out, *GPT, tree.data('chars'), '--max_iters=10')
     tree.train(out, '--init_from=resume')
@@ -243,8 +243,8 @@ def resumed(tree, inputs):
 
 def float16(tree, inputs):
     """Trains the same model as gpt(), but in float16 with a loss scale. Returns the losses, {name:
-    value}. tree: the Tree with the code to run. inputs: has no effect; all cases have the same
-    arguments."""
+    value}. tree: the Tree with the code to run. inputs: unused; every test case is called with
+    (tree, inputs)."""
     out = tree.work / 'out-float16'
     tree.train(out, *GPT, tree.data('chars'), '--dtype=float16')
     return losses(out)
@@ -253,8 +253,8 @@ def float16(tree, inputs):
 def qwen(tree, inputs):
     """Trains a Qwen3 with Muon, on the data set with a BPE. Samples from the model, and exports the
     model as a folder and as a GGUF file. Returns the losses, samples and exported tensors, {name:
-    value}. tree: the Tree with the code to run. inputs: has no effect; all cases have the same
-    arguments."""
+    value}. tree: the Tree with the code to run. inputs: unused; every test case is called with
+    (tree, inputs)."""
     out = tree.work / 'out-qwen'
     tree.train(out, *QWEN, tree.data('bpe'), '--optimizer=muon')
     found = losses(out)
@@ -282,7 +282,7 @@ def chat(tree, inputs):
 def sharded(tree, inputs):
     """Trains the same model as qwen(), but with AdamW, on eight devices (data=2, fsdp=2, tensor=2)
     and in bfloat16. Returns the losses, {name: value}. tree: the Tree with the code to run. inputs:
-    has no effect; all cases have the same arguments."""
+    unused; every test case is called with (tree, inputs)."""
     out = tree.work / 'out-sharded'
     tree.train(out, *QWEN, *SHARDED, tree.data('bpe'), devices=8)
     return losses(out)
@@ -291,8 +291,8 @@ def sharded(tree, inputs):
 def old_runs_go_on(tree, inputs):
     """Resumes three runs that gpt(), qwen() and chat() have trained with the code of the commit to
     compare with. Trains copies of these runs up to iteration 30, and samples from them. Returns the
-    losses and samples, {name: value}. tree: the Tree with the code that resumes. inputs: has no
-    effect; all cases have the same arguments."""
+    losses and samples, {name: value}. tree: the Tree with the code that resumes. inputs: unused;
+    every test case is called with (tree, inputs)."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):

@@ -77,11 +77,11 @@ def read_examples(path, enc, vocabulary, folder, source):
     a Read. Leaves out rows with a conversation in which no answer counts, and pairs of equal
     answers.
 
-    Writes the tokens to files in `folder` while it reads, and a line in a journal for each row.
-    Called again with the same source, as after a kill, the function continues after the rows in
-    the journal. enc: an HFTokenizer. vocabulary: its Vocabulary. folder: the folder of the data
-    set. source: a JSON value that distinguishes this command from other commands. If a row is not
-    valid, removes the files and raises UserError."""
+    Writes the tokens to files in `folder` while it reads, and a line in a journal for each row. If
+    an earlier call with the same source was interrupted, continues after the rows in the journal.
+    enc: an HFTokenizer. vocabulary: its Vocabulary. folder: the folder of the data set. source: a
+    dict with the input file and the options that change the tokens. If a row is not valid, removes
+    the files and raises UserError."""
     os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]

@@ -41,10 +41,10 @@ def read_texts(paths):
             yield row['text']
 
 def val_bytes(batch, documents, n):
-    """Returns how many bytes of text the first n tokens of a batch stand for. The n tokens are
-    taken from one text after the other. batch: a list of texts. documents: for each text, an array
-    of token ids. The first ids of each array are those of the script's variable `before`, such as
-    <|endoftext|>. They stand for no bytes."""
+    """Returns how many bytes of text the first n tokens of a batch stand for. The tokens of a batch
+    are those of its first text, then those of the second, and so on. batch: a list of texts.
+    documents: for each text, an array of token ids. The first ids of each array are those of the
+    script's variable `before`, such as <|endoftext|>. They stand for no bytes."""
     ends = list(itertools.accumulate(map(len, documents)))
     whole = sum(end <= n for end in ends)
     n_bytes = count_bytes(batch[:whole])

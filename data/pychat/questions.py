@@ -235,8 +235,8 @@ class Maker:
         return f'{self.random.choice(VERBS)}_{self.random.choice(NOUNS)}'
 
     def invent_beside(self, named):
-        """Invents a new name beside `named`, such as os.path.fetch_mail beside os.path.join.
-        Returns only the last part of the new name, fetch_mail."""
+        """Invents a name in the same module as `named`, such as os.path.fetch_mail for
+        os.path.join. Returns only what follows the last dot, fetch_mail."""
         for attempt in itertools.count():
             last = self.random.choice(self.lasts) if attempt < 100 else self.two_words()
             if self.register(f'{named.parent}.{last}'):

@@ -223,8 +223,8 @@ def write_tokens(folder, source, texts, vocabulary, num_threads):
 
     After a piece is written, its number of tokens is appended to lengths.part.bin. If an earlier
     call with the same source was interrupted, this call continues after the last piece in
-    lengths.part.bin. source: a JSON value that identifies the command. texts: a Texts. num_threads:
-    the number of threads that tokenize."""
+    lengths.part.bin. source: a JSON value that says which input and which options the tokens are
+    made from. texts: a Texts. num_threads: the number of threads that tokenize."""
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
