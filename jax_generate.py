@@ -37,6 +37,7 @@ from jax_transformer import (
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # prompt lookup searches for the last tokens of a row, at most this many
 MAX_DRAFT = 16
+NO_TOKEN = np.iinfo(np.int32).max  # sampled in place of a token id if the logits are NaN
 
 # The KV cache may be in 8 bits if no head has a bias with a larger norm. With norms of 0, 20, 60
 # and 600, log-probabilities changed by 0.010, 0.019, 0.035 and 0.34 nats in int8, and by 0.06,
@@ -111,8 +112,8 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
 
 def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
     """Returns one token id per row, [B]. The token of row b is drawn from the softmax of the row's
-    logits, with the key key_B[b]. A greedy row gets its likeliest token. logits_BxV: the result of
-    sampling_logits, float32."""
+    logits, with the key key_B[b]. A greedy row gets its likeliest token, and a row of NaN gets
+    NO_TOKEN. logits_BxV: the result of sampling_logits, float32."""
     # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
     # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
     if controls.temperature is not None:
@@ -129,7 +130,7 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
         logits_BxV = where_any(is_drawn, draw, logits_BxV)
     # argmax, by two plain reductions, which are faster on XLA:CPU
     is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
-    return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), controls.n_vocab - 1).min(-1)
+    return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), NO_TOKEN).min(-1)
 
 
 def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
@@ -921,7 +922,10 @@ def create_decode_state(tokens_BxT: np.ndarray, length_B: np.ndarray, key_B: Arr
 def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> GenerationResult:
     """Returns the GenerationResult of a state, with arrays that are cut to n_columns tokens per
     row. The arrays are copies, because the next step donates the state. max_new_tokens: a row with
-    this many new tokens has ended."""
+    this many new tokens has ended. Raises UserError if the logits were NaN."""
+    tokens_BxN = np.array(state.tokens_BxN)[:, :n_columns]
+    refuse_nan(tokens_BxN == NO_TOKEN)
+
     # why each row has ended; 'stop' wins if the last possible token is a stop token
     finish_reasons = []
     for is_done, n_generated in zip(np.array(state.done_B), np.array(state.n_generated_B)):
@@ -937,7 +941,7 @@ def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> Gene
         logprobs = np.array(state.logprob_BxN)[:, :n_columns]
         sampling_logprobs = np.array(state.sampling_logprob_BxN)[:, :n_columns]
     return GenerationResult(
-        tokens=np.array(state.tokens_BxN)[:, :n_columns],
+        tokens=tokens_BxN,
         lengths=np.array(state.length_B),
         steps=max(0, int(state.steps)),
         cache_bytes=sum(x.nbytes for x in jax.tree.leaves(state.cache)),
@@ -946,6 +950,14 @@ def copy_result(state: DecodeState, n_columns: int, max_new_tokens: int) -> Gene
         finish_reasons=tuple(finish_reasons),
         logprobs=logprobs,
         sampling_logprobs=sampling_logprobs)
+
+
+def refuse_nan(is_nan: np.ndarray) -> None:
+    """Raises UserError if an element of is_nan is True. is_nan: whether the model computed NaN."""
+    if is_nan.any():
+        raise UserError('the model computes NaN: its weights are damaged, or its numbers are too '
+                        "large for the dtype (as Gemma 3's for float16); try --dtype=bfloat16 or "
+                        '--dtype=float32')
 
 
 def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
@@ -1132,7 +1144,8 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
     results into the arrays of the Rows at the end, after the last piece.
 
     held[r]: the number of tokens of row r that the cache already has; only the later tokens are
-    fed. with_top: also writes the likeliest token at each position."""
+    fed. with_top: also writes the likeliest token at each position. Raises UserError if a
+    log-probability is NaN."""
     # counted after the tokens that the cache holds: the number of tokens that are fed (all but the
     # row's last one), and the index of the first that predicts a scored token
     held_R = np.array(held, np.int32)
@@ -1173,6 +1186,7 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
         to = row.logprobs, row.is_likeliest, row.top, row.top_logprobs
         for array, array_RxN in zip(to, found):
             array[:] = array_RxN[r, first_R[r]:fed_R[r]]
+        refuse_nan(np.isnan(row.logprobs))
 
 
 @functools.partial(jax.jit, static_argnames=('config', 'with_top'))

@@ -357,8 +357,9 @@ def complete(tokenizer, hf):
     that are put before and after a text. tokenizer: the Tokenizer of a tokenizer.json, which is
     changed. hf: transformers' tokenizer of the same folder. The normalizer, split, model and
     decoder stay those of the file, even where transformers uses different ones."""
-    for _, token in sorted(hf.backend_tokenizer.get_added_tokens_decoder().items()):
-        tokenizer.add_tokens([token])
+    # in one call: a call per token takes 20 s for Gemma 3's 6,415 tokens
+    added = hf.backend_tokenizer.get_added_tokens_decoder()
+    tokenizer.add_tokens([added[number] for number in sorted(added)])
     tokenizer.post_processor = hf.backend_tokenizer.post_processor
 
 

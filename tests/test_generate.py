@@ -12,7 +12,7 @@ import jax_generate
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_generate import (
-    Controls, PrefixCache, decode, generate, generate_stream, keep_largest, prefill_layer, sample_token)
+    Controls, PrefixCache, decode, generate, generate_stream, keep_largest, prefill_layer, sample_token, score)
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
@@ -417,6 +417,16 @@ def test_tokens_are_drawn_as_by_categorical_in_its_fine_mode_which_reaches_rare_
     expected_B = [jax.random.categorical(key, logits, mode='high') for key, logits in zip(key_B, logits_BxV)]
     tokens_B = sample_token(logits_BxV, key_B, Controls(n_vocab=37, temperature=1.0))
     np.testing.assert_array_equal(tokens_B, expected_B)
+
+
+@pytest.mark.parametrize('options', [{'temperature': 0}, {'top_k': 5, 'top_p': 0.9}, {'min_p': 0.1}, {'n_draft': 2}])
+def test_a_model_that_computes_nan_makes_no_tokens_and_no_log_probabilities(options):
+    params = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), random_params(TINY))
+    prompt = random_tokens(1, 4)
+    with pytest.raises(UserError, match='computes NaN'):
+        generate(params, TINY, prompt, 3, rng=RNG, **options)
+    with pytest.raises(UserError, match='computes NaN'):
+        list(score(params, TINY, [[(prompt[0].tolist(), 1)]]))
 
 
 @pytest.mark.parametrize('kind', ['random', 'ties', 'half -inf', 'zeros of both signs'])
