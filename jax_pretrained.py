@@ -61,8 +61,8 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
     file stores a kernel with two axes as [out, in], the parameter is a transposed view of the array
     that was read, which avoids a slow copy. Then parameter.T is C-contiguous.
 
-    dtype: one of DTYPES, or 'stored'. 'stored' keeps each matrix in the file's dtype if that is one
-    of DTYPES, else in float32; config.dtype is then 'float32'.
+    dtype: one of DTYPES, or 'stored'. With 'stored', config.dtype is 'float32', and each matrix
+    keeps the file's dtype if that is one of DTYPES, else becomes float32.
     place: a function of (path in the tree, array). It is called for each parameter before the next
     parameter is read, for example to move the parameter to its devices. params holds the results of
     `place`.
@@ -281,9 +281,10 @@ def adapter_modules(updates, config, family):
 
 
 def module_in_transformers(module, family):
-    """Returns the name of a module in transformers' AutoModelForCausalLM. module: its name on disk.
-    family: a model_type of Hugging Face. The two names differ for the language model inside a model
-    for images."""
+    """Translates the name of a module on disk into the module's name in the model that
+    transformers' AutoModelForCausalLM loads. The two names differ only if the language model is
+    part of a model that also reads images. module: the name on disk. family: a model_type of
+    Hugging Face."""
     bare = module.removeprefix('language_model.')
     if bare != module and family == 'gemma3':
         return f"model.language_model.{bare.removeprefix('model.')}"

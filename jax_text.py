@@ -286,10 +286,10 @@ class TextModel:
         the index of the request, and the keys of Generation.describe. At most batch_size answers
         are generated at a time. When an answer ends, the next request starts.
 
-        requests: texts, lists of chat messages, or dicts {'prompt': a text or messages,
-        'first_sample': the number of the sample, which decides its random numbers; and fields of
-        TextSampling by name}. The next request is read only when its answer can start, so that a
-        generator of requests can use the answers so far.
+        requests: texts, lists of chat messages, or dicts. A dict has 'prompt', a text or messages.
+        It may have 'first_sample', the number of the sample (it decides the random numbers), and
+        fields of TextSampling by name. The next request is read only when its answer can start, so
+        that a generator of requests can use the answers so far.
         sampling, changes: the values of options that a request does not set.
         If a request is a text, the answer's 'text' is the continuation that generate makes, without
         the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as
@@ -447,9 +447,9 @@ class TextModel:
         return ids
 
     def encode_answer(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
-        """Returns a row for score, (ids, start). ids[:start] are all messages but the last,
-        followed by the beginning of an answer. ids[start:], which are scored, are the last message
-        and the token that ends it.
+        """Returns (ids, start), a row that score() accepts. ids[:start] are all messages but the
+        last, followed by the beginning of an answer. ids[start:], which are scored, are the last
+        message and the token that ends it.
 
         Raises UserError as encode does, and if the template leaves the answer out."""
         before = self.encode(messages[:-1])

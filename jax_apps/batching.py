@@ -49,11 +49,11 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Returns the GenerationResult of the row so far. If other rows' calls have decoded tokens
-        for this row, its caller now gets these tokens, and nothing is decoded. Otherwise decodes
-        more tokens first (see Batch.advance). n_new: the largest number of tokens to decode, if the
-        row is decoded by its own Decoder. n_new has no effect if the row is decoded together with
-        other rows, a chunk at a time."""
+        """Returns the GenerationResult of the row so far. First decodes more tokens (see
+        Batch.advance), unless the row has tokens that this method has not returned yet: a call for
+        another row may have decoded them. n_new: the largest number of tokens to decode, if the row
+        is decoded by its own Decoder. n_new has no effect if the row is decoded together with other
+        rows, a chunk at a time."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated

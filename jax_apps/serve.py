@@ -713,9 +713,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def parse_request(self):
         """Parses the first line and the headers of a request, and returns whether they are valid,
-        as the base class does. Before that, changes the time limit of the connection. Until the
-        first line has come, the limit is SILENCE seconds without a byte; from then on, PATIENCE
-        seconds without a byte."""
+        as the base class does. Also changes how long the connection may be without a byte, from
+        SILENCE to PATIENCE seconds: this method is called when the first line has come."""
         self.connection.settimeout(PATIENCE)
         return super().parse_request()
 

@@ -74,9 +74,9 @@ def quantize_params(params, stored_as=jnp.int8):
 
 def quantize_param(path, p, stored_as=jnp.int8):
     """Returns the parameter p as Int8, with one scale per output, if p is named kernel, wte or
-    lm_head. Returns the parameters of the router and all other parameters unchanged. The matrices
-    wpe and kv_b stay unchanged because they are small. The router's kernel stays unchanged because
-    rounding it could change the choice of experts.
+    lm_head, and does not belong to a router. Returns all other parameters unchanged. In a router,
+    rounding could change the choice of experts. The matrices named wpe and kv_b stay unchanged
+    because they are small.
 
     path: the parameter's path in the tree, a tuple of names. stored_as: jnp.int8 or jnp.uint8, the
     dtype in which the Int8 object stores its values."""

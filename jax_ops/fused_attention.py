@@ -1,9 +1,9 @@
 """Causal attention for training, without materialized scores: chunked attention, and the flash
 attention kernels of cuDNN and of TPUs (splash).
 
-fused_causal_attention calls one of them, on one device or on a mesh. Scores and Dropout
-(attention.py) describe the computation. Piece is the part of a sequence on a device. Sequence and
-Common are the inputs of the blocks of chunked_attention."""
+fused_causal_attention calls one of them, on one device or on a mesh. The classes Scores and Dropout
+(attention.py) hold the options of the computation. The class Piece says which part of a sequence is
+on a device. The classes Sequence and Common hold the inputs of the blocks of chunked_attention."""
 import dataclasses
 import functools
 import math
@@ -170,8 +170,9 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
                      start_BxT=None, key_start_BxS=None):
     """Computes fused_causal_attention by splash attention, a kernel for TPUs that JAX ships.
 
-    kernel: a splash_kernel; by default the kernel for whole sequences on one device. key_start_BxS:
-    the starts of the keys' conversations, if the keys have other positions than the queries."""
+    kernel: a splash_kernel; by default the kernel for whole sequences on one device. start_BxT: for
+    each query, the start of its conversation. key_start_BxS: the same for each key; only needed if
+    the queries are one device's part of a sequence, and the keys are the whole sequence."""
     T, H, K = q_BxTxHxK.shape[1:]
     attend = kernel or splash_kernel(T, H, scores)
 

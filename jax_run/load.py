@@ -129,8 +129,8 @@ def load_run(out_dir, which='best', layout=None, base=''):
     'latest'.
 
     The params are sharded as `layout` says (by default, on the first device), with LoRA's updates
-    merged. base: see move_base; '' keeps the known place of the base model. Raises UserError if
-    there is no checkpoint."""
+    merged. base: a new path of the base model, if its folder was moved (see move_base); '' is the
+    path in the checkpoint. Raises UserError if there is no checkpoint."""
     layout = layout or setup_distributed_training(jax.devices()[:1])
     config, params, lora, meta = restore_run(out_dir, which, layout, base)
     if lora:

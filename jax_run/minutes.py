@@ -18,9 +18,9 @@ MOVED = 0.02  # the end of a run is moved by at least this share of the iteratio
 
 def iterations_that_fit(run, state, step, layout, *, make_batch, evaluate, clock, stop):
     """Computes max_iters of a run with --minutes: the iterations that are done, plus the iterations
-    that fit into the remaining time. At least one iteration is added, even if none fits. To compute
-    this, times training steps and an evaluation. The minutes begin at clock.started. All processes
-    call this function and get the same number.
+    that fit into the remaining time. At least one iteration is added, even if none fits. Runs some
+    training steps and an evaluation to measure how long they take. The minutes begin at
+    clock.started. All processes call this function and get the same number.
 
     state: a TrainState like that of the run; this function uses it up. step: the compiled step.
     make_batch(iteration): returns a batch, or None if none of its tokens counts in the loss.

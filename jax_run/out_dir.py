@@ -127,13 +127,12 @@ class OutDir:
 
     def record_val_loss(self, iter_num, val_loss):
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
-        checkpoint and the checkpoint was saved without an evaluation. Such a checkpoint is saved
-        when a signal stops the run. With a loss, the checkpoint can be chosen as the best. Adds
-        nothing if the data changed at iter_num.
+        checkpoint and the checkpoint has no loss yet. With a loss, the checkpoint can be chosen as
+        the best. A checkpoint that was saved because of a signal has none. Adds nothing if the run
+        was resumed with other data, because the loss is then a loss of these data.
 
-        Call this method after each evaluation, when metrics.jsonl already has the evaluation. If
-        the run is in a bucket, each call first uploads the run's changed files. One of these files
-        is metrics.jsonl. Only then does the call add val_loss to the checkpoint."""
+        Call this method after each evaluation, when metrics.jsonl already has the evaluation. In a
+        bucket, first uploads metrics.jsonl and the run's other changed files."""
         if self.metrics_log:
             self.folder.upload()
         is_of_these_data = data_since(self.manifest) < iter_num

@@ -159,8 +159,8 @@ class Windows:
         return window_order(len(self.tokens), self.block_size, seed)
 
     def get(self, array: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (x; y), each int32 [B, block_size]: the windows of `array` that start at
-        `places`; the windows that start one token later. array: the tokens or their mask."""
+        """Returns (x, y), each int32 [B, block_size]. x has the windows of `array` that start at
+        `places`. y has the windows that start one token later. array: the tokens or their mask."""
         check_not_cut(array)
         windows = array[places[:, None] + np.arange(self.block_size + 1)].astype(np.int32)
         return windows[:, :-1], windows[:, 1:]
@@ -197,8 +197,8 @@ class Windows:
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray] | None:
-        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
-        all sequences of an iteration, int64. rows: which of these sequences to return.
+        """Draws the sequences at the positions numbers[rows] of the run's stream. numbers: the
+        positions of all sequences of an iteration, int64. rows: which of these sequences to return.
 
         Returns a batch as read() does, but scales its weights, if there is a mask. The weights then
         have a mean of 1 over the targets of the whole iteration, that is, of all sequences in
@@ -389,8 +389,8 @@ class Pairs(Windows):
 
     def draw(self, numbers: np.ndarray,
              rows: np.ndarray | slice = slice(None)) -> dict[str, np.ndarray]:
-        """Draws a batch: the sequences numbers[rows] of the run's stream. numbers: the numbers of
-        all sequences of an iteration, int64. rows: which of these sequences to return.
+        """Draws the sequences at the positions numbers[rows] of the run's stream. numbers: the
+        positions of all sequences of an iteration, int64. rows: which of these sequences to return.
 
         Returns the batch as read() does. Unlike Windows.draw, does not scale batch['weight'], the
         weights of the targets in the loss, because scaling would change the margins of DPO."""
@@ -406,10 +406,9 @@ class Pairs(Windows):
 
 
 class Mixture:
-    """A mixture of splits. Each split is a part of the mixture, and gives its fraction of the
-    sequences.
+    """A mixture of several data sets. A fixed fraction of the sequences is drawn from each.
 
-    parts: the splits. Each has its own stream of sequences. Either all parts have a mask, or no
+    parts: the data sets, each with its own stream of sequences. Either all parts have a mask, or no
     part has one. fractions: one for each part, with a sum of 1."""
     def __init__(self, parts: list[Windows], fractions: list[float]):
         self.parts = parts

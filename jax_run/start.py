@@ -385,10 +385,10 @@ def choose_init_from(flags):
     """Returns the flag init_from. 'auto' becomes 'resume' if out_dir has a checkpoint, else
     'scratch'. Raises UserError if the processes do not see the same checkpoints.
 
-    If out_dir is in a bucket and the run may be resumed, first waits until the lock of out_dir is
-    free, because another run that holds the lock may still save a checkpoint. The lock becomes free
-    when the other run ends. If the other run has died without freeing the lock, the lock expires.
-    If the other run renews the lock during the wait, it is alive, and UserError is raised."""
+    If out_dir is in a bucket and the run may be resumed, first waits for the lock of out_dir,
+    because the run that holds the lock may still save a checkpoint. The wait ends when that run
+    frees the lock, or when the lock of a dead run expires. If the lock is renewed instead, that run
+    still trains, and UserError is raised."""
     out_dir, init_from = flags['out_dir'], flags['init_from']
     may_resume = init_from in ('resume', 'auto') and not flags['eval_only']
     with in_all_processes():

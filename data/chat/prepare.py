@@ -46,14 +46,12 @@ class Told(NamedTuple):
     lost: collections.Counter  # what the template leaves out, or writes otherwise for a prompt
 
     def update(self, row):
-        """Counts the notes about one row of the file.
+        """Adds a line of the journal to the Counters. read_examples writes the journal, with one
+        line for each row of the input file.
 
-        row: {name of a Counter: list of texts}. Each text adds 1 to its count in this Counter. A
-        Counter without a list does not change. `row` is the row's line of the journal, the file in
-        which read_examples writes a line for each row that is done.
-
-        For example, {'forms': ['"prompt" and "completion"'], 'columns': ['id', 'date']} adds 1 to
-        one count in `forms`, and 1 to each of two counts in `columns`."""
+        row: the line, {name of a Counter: list of texts}. Each text adds 1 to its count in this
+        Counter. For example, {'forms': ['"prompt" and "completion"'], 'columns': ['id', 'date']}
+        adds 1 to one count in `forms`, and 1 to each of two counts in `columns`."""
         for name in self._fields:
             getattr(self, name).update(row.get(name, ()))
 

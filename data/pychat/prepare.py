@@ -1,11 +1,12 @@
 """
 Prepare questions and answers about the modules, classes, functions and methods of Python's standard
 library, such as "What does shutil.copyfile do?". A small model can learn the answers, and a program
-can check them. No network is needed. --tokenizer names the model to finetune: the out_dir of a run
-of train_jax.py, the data set of that run, or a Hugging Face folder or owner/name:
+can check them. No network is needed. --tokenizer says which model you will finetune, because the
+questions are written in its tokens. It is the out_dir of a run of train_jax.py, the data set that
+this run was trained on, or a Hugging Face folder or owner/name:
 $ python data/pystdlib/prepare.py
 $ python data/pychat/prepare.py --tokenizer=data/pystdlib
-Or about a package of your own, by its docstrings (the package is read, not run):
+To prepare questions about a package of your own, from its docstrings (it is read, not run):
 $ python data/pychat/prepare.py path/to/package --tokenizer=out-mine --out_dir data/mychat
 Saves what data/chat/prepare.py saves, and the conversations (chats.jsonl). Also writes questions
 for eval_jax.py into the folder tasks. Their wording differs from all questions of the train part.

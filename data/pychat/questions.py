@@ -177,7 +177,7 @@ class Maker:
 
     def small_talk(self, split):
         """Returns a random conversation: a greeting, a question who the model is, thanks, or a
-        question about something else."""
+        question that has nothing to do with the library."""
         kind = self.random.randrange(4)
         if kind == 0:
             return [self.ask(HELLO, split, ''), f'Hello! Ask me about a name in {self.library}, '
@@ -192,9 +192,8 @@ class Maker:
 
     @property
     def example(self):
-        """The name that the answer to a greeting suggests to the user, as an example of a question.
-        This is shutil.copyfile if self.names has it, else the alphabetically first name in
-        self.names."""
+        """The name in the answer to a greeting, "Ask me about a name, for example ...". This is
+        shutil.copyfile if self.names has it, else the alphabetically first name in self.names."""
         known = 'shutil.copyfile'
         return known if known in self.names else min(self.names)
 
