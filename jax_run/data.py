@@ -329,9 +329,9 @@ def dataset_folder(name, root=None):
 
 def load_mixture_meta(dataset, root=None):
     """Returns (shares; meta) of the flag --dataset. shares: {folder: fraction}, see parse_mixture.
-    meta: what load_dataset_meta returns for the first of these folders. dataset, root: see
-    parse_mixture. Raises UserError if data sets cannot be mixed, because their tokens differ or one
-    of them has pairs."""
+    meta: what load_dataset_meta returns for the first of these folders, but 'max_id' is the largest
+    id of all folders. dataset, root: see parse_mixture. Raises UserError if data sets cannot be
+    mixed, because their tokens differ or one of them has pairs."""
     shares = parse_mixture(dataset, root)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]
@@ -346,4 +346,6 @@ def load_mixture_meta(dataset, root=None):
         if not has_same_size or not same_tokens(other['tokenizer'], meta['tokenizer']):
             raise UserError(f'{folder} has other tokens than {folders[0]}: prepare both with the '
                             'same --tokenizer')
-    return shares, meta
+    largest_ids = [each['max_id'] for each in metas]
+    largest = None if None in largest_ids else max(largest_ids)
+    return shares, {**meta, 'max_id': largest}

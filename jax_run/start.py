@@ -281,14 +281,17 @@ def check_fits(run, micro_batch):
     micro_batch: the number of sequences that a device computes at a time."""
     flags, config = run.flags, run.model.config
     dataset, batch_size = flags['dataset'], flags['batch_size']
-    vocab_size = run.meta['vocab_size']
+    # a tokenizer may have tokens that the model lacks, if the data do not use them. For example,
+    # Gemma 3's tokenizer has a token for images, and its text models have none
+    largest = run.meta['max_id']
+    n_needed = run.meta['vocab_size'] if largest is None else largest + 1
     if run.has_length:
         for until in [0, *read_ends(flags['earlier_ends'])]:
             schedule_from_flags(flags, until)  # refuses one that cannot be
     check_needs('train_jax', {**flags, 'is_pairs': run.has_pairs}, run.given)
     refuse([
-        (vocab_size > config.vocab_size,
-         f'dataset {dataset} has a vocabulary of {vocab_size}, the model only {config.vocab_size}'),
+        (n_needed > config.vocab_size,
+         f'dataset {dataset} needs {n_needed} tokens, the model has only {config.vocab_size}'),
         (flags['quantize'] and config.moe,
          'quantize=int8 does not train models with experts; use --quantize='),
         (run.has_pairs and not run.model.lora,

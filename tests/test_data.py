@@ -216,6 +216,10 @@ def test_only_data_sets_of_the_same_tokens_are_mixed(tmp_path):
         write_dataset(tmp_path / name, np.arange(30), np.arange(20), **options)
     shares, meta = load_mixture_meta('a:0.5,b:0.5', tmp_path)
     assert shares == {tmp_path / 'a': 0.5, tmp_path / 'b': 0.5} and meta['vocab_size'] == 37
+    assert meta['max_id'] is None
+    edit_json(tmp_path / 'a' / 'meta.json', max_id=29)
+    edit_json(tmp_path / 'b' / 'meta.json', max_id=36)
+    assert load_mixture_meta('a:0.5,b:0.5', tmp_path)[1]['max_id'] == 36
     for other in 'cd':
         message = refusal(load_mixture_meta, f'a:0.5,{other}:0.5', tmp_path)
         assert f'/{other} has other tokens than' in message and 'the same --tokenizer' in message

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from jax_flags import UserError
 from jax_hub.tokenizer_files import copy_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
@@ -577,6 +577,23 @@ def test_gpt2s_ids_of_the_probe_are_tiktokens():
     except Exception:
         pytest.skip('needs the files of GPT-2\'s BPE')
     assert digest(gpt2.encode_ordinary(PROBE)) == GPT2_PROBE
+
+
+def test_a_model_learns_from_data_that_do_not_use_the_tokens_that_it_lacks(speaking, tmp_path):
+    """As Gemma 3's text models, whose tokenizer has a token for images."""
+    tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
+    n = json.loads((speaking / 'config.json').read_text())['vocab_size']
+    tokenizer.add_special_tokens([AddedToken(f'<{i}>') for i in range(tokenizer.get_vocab_size(), n + 1)])
+    tokenizer.save(str(speaking / 'tokenizer.json'))
+    (tmp_path / 'a.txt').write_text('hello again, hello world. ' * 90)
+    for name in ('without', 'with'):
+        succeeded(prepare('text', tmp_path / 'a.txt', f'--tokenizer={speaking}', f'--out_dir={tmp_path / name}'))
+    edit_json(tmp_path / 'with' / 'meta.json', max_id=n)
+    flags = f'--init_from={speaking}', *SHORT
+    succeeded(train(tmp_path / 'out', f'--dataset={tmp_path / "without"}', *flags))
+    for data in (tmp_path / 'with', f'{tmp_path / "without"}:0.5,{tmp_path / "with"}:0.5'):
+        done = train(tmp_path / 'out2', f'--dataset={data}', *flags)
+        assert_refused(done, f'needs {n + 1} tokens, the model has only {n}')
 
 
 def test_data_with_other_ids_than_the_models_are_refused_with_what_makes_them_anew(speaking, tmp_path):
