@@ -1028,9 +1028,9 @@ def score(params: dict, config: GPTConfig, items: list, *, max_length: int = 0,
 def score_in_pieces(params: dict, config: GPTConfig, items: list, max_length: int = 0,
                     batch_size: int = 16, cache_dtype: str = 'auto',
                     with_top: bool = False) -> Iterator[list[list[tuple]]]:
-    """Computes the same as score(), in pieces: one call of the model is a piece. After each piece,
-    yields the results so far, a list for all items in which later results are still zeros. The
-    caller can do other work before the next piece. The list that is yielded last is complete."""
+    """Computes the same as score(), one call of the model after the other. After each call, yields
+    the list of results, one for each item. Results that are not computed yet are zeros. The list
+    that is yielded last is complete. Between two calls, the caller can do other work."""
     max_length = max_length or config.block_size
     if not 1 <= max_length <= config.block_size:
         raise UserError(f'max_length must be between 1 and {config.block_size}, the context of the '

@@ -178,8 +178,8 @@ def finite(name, tensor, dtype):
 
 
 def describe_folder(tokenizer):
-    """Returns the description of a tokenizer, a dict. tokenizer: its folder; or a description
-    or None, which is returned unchanged."""
+    """Returns the description of the tokenizer in a folder, a dict. tokenizer: the path of the
+    folder. If `tokenizer` is a description already, or None, returns it unchanged."""
     if tokenizer is None or isinstance(tokenizer, dict):
         return tokenizer
     return {'kind': 'folder', 'path': str(tokenizer)}

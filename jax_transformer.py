@@ -1168,7 +1168,7 @@ ACTIVATIONS = {'gelu': False, 'gelu_tanh': True}
 
 
 def plain_mlp(config: GPTConfig, h: Array, gate: Array | None) -> Array:
-    """Computes GELU of h, the output of c_fc, as GPT-2; `gate` is not used."""
+    """Computes gelu(h), as in GPT-2. h: the output of c_fc. gate: not used."""
     return gelu(h, ACTIVATIONS[config.activation])
 
 

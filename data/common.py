@@ -527,7 +527,7 @@ class Counted(NamedTuple):
 
 
 def count_tokens(path, dtype):
-    """Reads a file of tokens and returns its Counted."""
+    """Reads a file of tokens. Returns a Counted: its number of tokens, largest id and digest."""
     largest = 0
     digest = hashlib.sha256()
     with open(path, 'rb') as f:

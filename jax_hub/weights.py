@@ -1,5 +1,6 @@
-"""Reads models that other programs have written: config and tensors, in safetensors, shards, MXFP4
-and fp8 blocks, or files of torch.save. Writes safetensors and shards."""
+"""Reads the config and the tensors of models that other programs have written. The tensors are in
+safetensors or in a file of torch.save, whole or in shards. Dequantizes MXFP4 and float8. Writes
+safetensors, whole or in shards."""
 import json
 import math
 import os

@@ -51,7 +51,8 @@ def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') ->
 
 
 def devices_of(tree):
-    """Returns the set of devices that hold one leaf of a tree of dicts."""
+    """Returns the set of devices of the first leaf of a tree of dicts. All parameters of a model
+    are on the same devices."""
     while isinstance(tree, dict):  # to flatten the whole tree takes 0.4 ms for 30 layers
         tree = next(iter(tree.values()))
     return jnp.asarray(jax.tree.leaves(tree)[0]).devices()

@@ -231,9 +231,9 @@ def first_key_of(position, scores, start_BxT=None):
     scores: the settings of the attention, with its window or chunk. Without a window or chunks,
     returns 0.
 
-    With chunks in packed rows (start_BxT is given), chunks are counted from the start of each
-    conversation, not of the row. The first key then differs from row to row. The result is a lower
-    bound for all rows, position + 1 - scores.chunk, or 0 if that is negative."""
+    In packed rows (start_BxT is given), chunks are counted from the start of each conversation, not
+    of the row. The first key then differs from row to row. In this case returns a lower bound that
+    holds for all rows: max(0, position + 1 - scores.chunk)."""
     window, chunk = scores.window, scores.chunk
     if start_BxT is not None:
         # wherever the conversation begins, a query sees at most `chunk` positions
@@ -312,11 +312,10 @@ def attend_sequence(common, sequence, n, in_loop):
     """Computes chunked_attention of one Sequence, in blocks of queries. Returns [G, T Q, K], in the
     axes of fold_groups.
 
-    common: the Common of the call. n: the number of queries in a block, for T < 128 n. For a longer
-    sequence, a block has a multiple of n queries, and there are at most 128 blocks. The number of
-    blocks is limited because the loop over blocks is unrolled, so the compiled program contains
-    each block. The last block may have fewer queries. in_loop: whether the caller runs this
-    function in the body of a loop.
+    common: the Common of the call. n: the number of queries in a block. There are at most 128
+    blocks, because the loop over blocks is unrolled, and the compiled program contains each of
+    them. If T needs more blocks of n queries, a block has a multiple of n queries. The last block
+    may have fewer queries. in_loop: whether the caller runs this function in the body of a loop.
 
     The backward pass computes each block again, instead of keeping its probabilities in memory. If
     in_loop is False, jax.checkpoint puts barriers around each block. Without the barriers, XLA

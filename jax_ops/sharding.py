@@ -125,8 +125,8 @@ def partition_specs(tree, mesh, *, over_replicas=False):
     axes. If this number does not divide the size of the dimension, the last axes are left out, as
     many as necessary.
 
-    over_replicas: whether a dimension with the axis fsdp in its rule is sharded over the axes data
-    and context, too, even if fsdp has size 1."""
+    over_replicas: if True, a dimension that has the axis fsdp in its rule is also sharded over the
+    axes data and context, even if fsdp has size 1. If False, only over the axes in its rule."""
     def spec_of(path, leaf):
         name = jax.tree_util.keystr(path, simple=True, separator='/')
         rule = rule_of(name)

@@ -128,7 +128,8 @@ class DiskRun:
     # checkpoints
 
     def write_checksums(self):
-        """Writes checksums.json into the checkpoint that is complete except for its final name."""
+        """Writes checksums.json into the checkpoint that is being saved, before it gets its final
+        name."""
         write_checksums(self.checkpoints)
 
     def differs(self, step, name, expected):
