@@ -466,9 +466,9 @@ def prompt_lookup_draft(tokens_N: Array, length: Array, n_draft: int) -> Array:
 
 def commit(tree: Any, params: dict) -> Any:
     """Returns the tree of arrays `tree` on the device of `params`, committed to it in jax's sense.
-    Results of compiled functions are committed, too. Without this, decode and prefill would be
-    compiled twice: for an uncommitted tree, and for their own results. If `params` are on several
-    devices, returns the tree unchanged."""
+    Results of compiled functions are committed, too, and become the input of the next call. Without
+    this function, decode and prefill would be compiled twice: for an uncommitted first input, and
+    for the later ones. If `params` are on several devices, returns the tree unchanged."""
     devices = devices_of(params)
     return jax.device_put(tree, *devices) if len(devices) == 1 else tree
 

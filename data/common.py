@@ -376,9 +376,10 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     `folder`, and removes an older data set there. Returns {'train', 'val': the number of tokens}.
 
     vocabulary: a Vocabulary, the tokenizer of the data set.
-    lengths: {'train', 'val': the number of tokens of each document}, for rows only.
     block_size: if it is not 0, the documents are cut into rows for a training with this block_size,
     see write_rows.
+    lengths: {'train', 'val': the number of tokens of each document}; needed only if block_size is
+    not 0.
     files: more files for the folder, {name: bytes, or the path of a file that is moved there}.
     n_bytes: {'train', 'val': the number of UTF-8 bytes of the texts}; None if unknown. For chats,
     only the parts of the texts that count in the loss are counted.

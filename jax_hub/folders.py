@@ -88,8 +88,8 @@ def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
     transformers imports PyTorch if PyTorch is installed, which takes seconds. Therefore only this
-    function imports transformers, when a file needs it, after jax has found its devices. Raises
-    UserError if transformers is not installed."""
+    function imports transformers, and is called only when a file needs it. Raises UserError if
+    transformers is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers

@@ -495,10 +495,11 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Joins the path in the description of a tokenizer to `folder`, to which the path is relative.
-    Returns the new description, which also has "is_copy" (see HFTokenizer). "is_copy" is true if
-    the path was 'tokenizer', as in a run or a data set. Returns a description without a path
-    unchanged."""
+    """Returns the description of a tokenizer with a path that begins with `folder`, in place of a
+    path relative to `folder`. Returns a description without a path unchanged.
+
+    Also sets "is_copy" (see HFTokenizer). It is true if the relative path is "tokenizer", because a
+    run or a data set keeps its copy of a tokenizer in its folder "tokenizer"."""
     if description.get('kind') != 'folder':
         return description
     path = os.path.join(folder, os.path.expanduser(description['path']))

@@ -22,9 +22,10 @@ def dropout(module, x, call):
 
 
 def dropout_keys(module, call):
-    """Returns one dropout key per sequence, fold_in(key, seq_id_B[b]), where `key` depends on the
-    seed and the module. Returns None if dropout is off, see dropout(). Masks do not depend on
-    micro-batching or sharding, so 1 and 8 devices give the same loss curve."""
+    """Returns one dropout key per sequence, fold_in(key, call.seq_id_B[b]). `key` is the module's
+    own; it depends on the seed and the module's path. Returns None if dropout is off, see
+    dropout(). Masks do not depend on micro-batching or sharding, so 1 and 8 devices give the same
+    loss curve."""
     if call is None or call.seq_id_B is None or module.config.dropout == 0:
         return None
     # the key depends on the seed and the module's path; the ids differ from iteration to iteration

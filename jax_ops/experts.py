@@ -198,8 +198,8 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
     following is true:
     - the device is a CPU, and there is no mesh;
     - `way` is 'loop';
-    - the weights have the form of convert_params_for_decoding, and R is small enough for them. The
-      method can_be_chosen of their kernels checks both."""
+    - the weights have the form of convert_params_for_decoding;
+    - R is small enough for this form. Kernel.can_be_chosen checks the form and R."""
     in_blocks = functools.partial(experts_in_blocks, f, way)
     # on a mesh a device has only some experts; current_mesh() would be None inside shard_map
     has_all_experts = jax.sharding.get_abstract_mesh().empty

@@ -88,10 +88,9 @@ class Deadline:
         self.measure_from(run.iter_num, 0.0)
 
     def measure_from(self, iter_num, evaluating_s):
-        """Begins to measure the seconds of an iteration and of an evaluation, before iteration
-        iter_num. count_fitting reads these measurements later.
-
-        evaluating_s: the present RunLog.evaluating_s, the seconds of all evaluations so far."""
+        """Begins a new measurement of the mean seconds per iteration and per evaluation.
+        count_fitting ends it. iter_num: the first iteration that is measured. evaluating_s: the
+        present RunLog.evaluating_s, the seconds of all evaluations so far."""
         self.first = iter_num
         self.begun = time.perf_counter()
         self.evaluating_s = evaluating_s

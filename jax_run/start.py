@@ -421,9 +421,9 @@ def check_training_flags(flags, given):
 
 
 def with_whole_schedule(flags):
-    """Returns the flags of a run. If lr_decay_iters is 0, changes it so that the schedule ends at
-    max_iters, and shortens a warm-up that does not fit. So --max_iters alone gives a full
-    schedule."""
+    """Returns the flags of a run, unchanged if lr_decay_iters is given. If lr_decay_iters is 0,
+    sets it to max_iters, and shortens a warm-up that does not fit into max_iters. So --max_iters
+    alone gives a full schedule."""
     if flags['lr_decay_iters']:
         return flags
     n = max(1, flags['max_iters'])

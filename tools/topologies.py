@@ -68,7 +68,7 @@ def topology_devices(topology):
 
 def cpu_devices(topology, n_devices):
     """Returns the first n_devices CPU devices of this process. Raises UserError if the process has
-    fewer."""
+    fewer. topology: its name, for the message."""
     devices = tuple(jax.devices('cpu'))
     if len(devices) < n_devices:
         raise UserError(f'{topology} needs JAX_NUM_CPU_DEVICES={n_devices}; this process has '
