@@ -224,10 +224,10 @@ def text_of(task, name, default=None):
 
 
 def read_tasks(path):
-    """Returns a list of tasks in the form of read_bundle, (name; items; number of examples;
-    delimiter; accuracy of guessing). If `path` is a folder, these are the tasks of the bundle. If
-    `path` is a file, there is one task: the file's name without its suffix, its items, 0 examples,
-    a space, and None as the accuracy of guessing."""
+    """Returns a list of tasks in the form of read_bundle: (name; items; number of solved examples
+    in a prompt; delimiter; accuracy of guessing). If `path` is a folder, these are the tasks of the
+    bundle. If `path` is a file, there is one task: the file's name without its suffix, its items, 0
+    examples, a space, and None as the accuracy of guessing."""
     if os.path.isdir(path):
         return read_bundle(path)
     return [(Path(path).stem, read_items(path), 0, ' ', None)]

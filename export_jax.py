@@ -126,7 +126,7 @@ def base_on_hub(source):
 
 def describe_run(run, iteration):
     """Returns the part of the model card about the training: how long the training was, then a
-    table of figures and settings.
+    table of losses and settings.
 
     run: the flags of the run, {name: value}. iteration: the iteration of the checkpoint."""
     records = list(read_metrics(run_folder(out_dir).files))

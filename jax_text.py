@@ -632,9 +632,9 @@ class Generation:
         return self
 
     def pieces(self, *, with_prompt: bool = True) -> Iterator[str]:
-        """Generates, and yields the text of the first row in pieces: after each chunk, the new part
-        that can no longer change; at the end, what is left. with_prompt: whether the prompt is
-        yielded, too."""
+        """Generates the tokens, and yields the text of the first row piece by piece. After each
+        chunk of tokens, yields the new text that later tokens cannot change. At the end, yields the
+        rest. with_prompt: whether the prompt is yielded, too."""
         # text that was shown cannot change; text that may still become a stop text is held back
         n_shown = 0 if with_prompt else len(self.prompt_texts[0])
         longest_stop = max(map(len, self.stops), default=0)

@@ -289,8 +289,8 @@ class Batch:
 
     def resize(self, n_places, n_columns):
         """Changes the number of places in the batch to n_places, each with space for n_columns
-        tokens. Makes a new state for the batch's Decoder. The rows that are in the batch now move
-        to the first places of the new state."""
+        tokens. Makes a new state for the batch's Decoder, and moves the present rows to its first
+        places."""
         placed = [row for row in self.places if row]
         old_places = [row.place for row in placed]
         state = self.decoder.state

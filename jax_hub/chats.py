@@ -272,8 +272,8 @@ def encode_training_chat(tokenizer, chat, counted=None):
     special token that ends the answer. Some templates write this token only at the beginning of the
     next message. For such a template, the function adds the token to the last answer.
 
-    Raises UserError if the template refuses the messages, or if it writes another message into an
-    answer, where it would count in the loss. Raises UserError also if the template breaks one of
+    Raises UserError if the template refuses the messages, or if the tokens that count also contain
+    the text of another message than an answer. Raises UserError also if the template breaks one of
     two rules:
     - A template without marks must write each answer in `counted` after the generation prompt.
     - A template with marks must mark each answer that is not in `counted` as exactly one part. This

@@ -406,7 +406,7 @@ def digest_sources():
 
 
 def find_versions():
-    """Returns {name: version} of Python and of the libraries that compute."""
+    """Returns {name: version} of Python and of the libraries that compute the numbers of a run."""
     versions = {'python': platform.python_version()}
     for name in LIBRARIES:
         try:

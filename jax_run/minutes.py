@@ -132,9 +132,10 @@ class Deadline:
 
 
 def say_if_few_iterations(flags, source, seconds):
-    """If fewer than FEW iterations fit into --minutes, prints how many fit and how long start,
-    compilation and measuring have taken. flags: the flags of the run; their max_iters is the number
-    that fits. source: the training data. seconds: the seconds since the start."""
+    """If fewer than FEW iterations fit into --minutes, prints how many fit, how many passes over
+    the data these are, and how many seconds the preparations have taken (start, compilation,
+    measuring). flags: the flags of the run; their max_iters is the number that fits. source: the
+    training data. seconds: the seconds since the start."""
     n = flags['max_iters']
     if n >= FEW:
         return

@@ -441,8 +441,8 @@ def merge_resumed_flags(flags, given, saved):
 
     flags: all flags, as read_flags returns them; used for the names in NOT_RESUMED and for flags
     that the checkpoint lacks. given: the flags of the command line and the config file. saved: the
-    flags in the checkpoint. Raises UserError if `given` asks for another optimizer, architecture or
-    --minutes, or if `saved` has flags that were removed or a value of a wrong type."""
+    flags in the checkpoint. Raises UserError if `given` changes the optimizer, the architecture or
+    minutes, or if `saved` has flags that were removed or a value of a wrong type."""
     out_dir = flags['out_dir']
     check_removed_flags(out_dir, saved)
     kept = {'lora_rank': 0, 'quantize': ''}  # not saved by the first versions
@@ -513,9 +513,9 @@ def schedule_end(flags, iter_num):
 
 
 def with_schedule(state, run, iter_num, layout):
-    """Returns `state`, the TrainState before iteration iter_num, with the learning rate schedule
-    that applies from iter_num on. The schedule changes only where --minutes has moved its end (see
-    schedule_end). At other iterations, returns `state` unchanged."""
+    """Returns the TrainState `state` with the learning rate schedule that applies from iteration
+    iter_num on. Returns `state` unchanged, except at the iterations at which --minutes has changed
+    the end of the schedule (see schedule_end)."""
     if iter_num not in read_ends(run.flags['earlier_ends']):
         return state
     return state.replace(schedule=layout.device_put(schedule_from_flags(run.flags, iter_num)))

@@ -289,10 +289,10 @@ def sharded(tree, inputs):
 
 
 def old_runs_go_on(tree, inputs):
-    """Resumes three runs that gpt(), qwen() and chat() have trained with the code of the commit to
-    compare with. Trains copies of these runs up to iteration 30, and samples from them. Returns the
-    losses and samples, {name: value}. tree: the Tree with the code that resumes. inputs: unused;
-    every test case is called with (tree, inputs)."""
+    """Copies three runs that gpt(), qwen() and chat() have trained with the old code, resumes the
+    copies with the code of `tree` up to iteration 30, and samples from them. Returns the losses and
+    samples, {name: value}. tree: a Tree. inputs: unused; every test case is called with (tree,
+    inputs)."""
     found = {}
     for name, data, question in (
             ('gpt', 'chars', []), ('qwen', 'bpe', []), ('chat', 'packed', ['--chat=True'])):
