@@ -522,8 +522,8 @@ def find_lost(tokenizer, chat, ids, counted):
 
 
 class Part(NamedTuple):
-    """A piece of a message's content, such as its text or a call of a tool. Some templates do not
-    write it."""
+    """A piece of a message's content, such as its text or a call of a tool. A template may leave
+    the piece out of the prompt; find_lost warns of that."""
     number: int  # the index of the message
     kind: str  # its name in a warning
     key: str  # the message's key whose value has the part

@@ -342,10 +342,10 @@ def int16_sums(x, w):
     O, I]. int16_lane_terms(I) must not be None.
 
     Each dot product of x with a row of w has I terms, summed in two steps. First, the terms are
-    split into blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop over t sums
-    each block to INT_LANES partial sums of t terms each. Second, a reduction adds up the partial
-    sums of all blocks of a row. The reduction takes two rows at a time, as in nt_bfloat16_row; on a
-    mesh, one row at a time.
+    split into blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop of t steps
+    turns each block into INT_LANES partial sums: each step adds one term to each sum. Second, a
+    reduction adds up the partial sums of all blocks of a row. The reduction takes two rows at a
+    time, as in nt_bfloat16_row; on a mesh, one row at a time.
 
     XLA compiles the Python loop and the reduction to one loop. If the first step were a reduction,
     too, jaxlib 0.10 would still compile one loop, but jax 0.12 would compile two loops, which are

@@ -246,9 +246,9 @@ def first_key_of(position, scores, start_BxT=None):
 
 
 class Sequence(NamedTuple):
-    """Queries, keys and values of one sequence, with the axis of heads first. If every array has
-    one more axis in front, the batch, a Sequence holds all sequences of the batch. The Q = H / G
-    query heads of a group are folded into the time axis, as in dot_product_attention."""
+    """Queries, keys and values of one sequence, with the axis of heads first. Or of a whole batch:
+    then each array also has a batch axis, in front. The Q = H / G query heads of a group are folded
+    into the time axis, as in dot_product_attention."""
     q_GxTQxK: jax.Array
     k_GxSxK: jax.Array
     v_GxSxK: jax.Array

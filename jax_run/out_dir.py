@@ -47,10 +47,11 @@ class OutDir:
 
     def begin(self, run, manifest, bpb_bytes):
         """Begins to write a run. Deletes the checkpoints of a run that is overwritten. Opens the
-        checkpoints, metrics.jsonl and wandb. Writes the flags into config.json, and the tokenizer.
-        If the run starts from a pretrained model, also writes a copy of this model's config.json,
-        under another name. run: a Run. manifest: what open_manifest returns. bpb_bytes: 'tokens' or
-        'text', the bytes that the metric "bits per byte" counts (see Data.bpb_bytes)."""
+        checkpoints, metrics.jsonl and wandb. Writes config.json with the flags, and the files of
+        the tokenizer. If the run starts from a pretrained model, also writes a copy of this model's
+        config.json, under another name. run: a Run. manifest: what open_manifest returns.
+        bpb_bytes: 'tokens' or 'text', the bytes that the metric "bits per byte" counts (see
+        Data.bpb_bytes)."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
