@@ -623,9 +623,9 @@ def find_end(answer, text, specials, stop_tokens):
 
 
 def find_next_end(tokenizer, chat, behind):
-    """Returns the ids of the stop token that ends the last answer of a Chat, for a template that
-    writes this token only at the beginning of the next message. The model must learn these ids,
-    because it has to generate them to stop.
+    """Returns the ids of the stop token that a template writes between an answer and the next
+    message. Some templates write no other token at the end of an answer. The last answer of a Chat
+    then lacks a stop token, which the model must learn in order to stop.
 
     To find the token, renders the conversation with one more message. In the result, the answer is
     followed by the text `behind`, and then by the stop token. If the template writes spaces in

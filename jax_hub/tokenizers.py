@@ -146,10 +146,10 @@ class HFTokenizer:
         There are two sources: bos_token and eos_token of the tokenizer, and the ids bos_token_id
         and eos_token_id in `configs`.
         - end_token, which ends a document: eos_token, or else the first eos_token_id.
-        - start_token: the first that exists of bos_token, eos_token, bos_token_id and eos_token_id.
-          start_text is its text.
-        - For these two, a token that the tokenizer lacks, or with an id of `size` or more, does not
-          exist. If no token exists, the attribute is None.
+        - start_token: the first of bos_token, eos_token, bos_token_id and eos_token_id. start_text
+          is its text.
+        - For end_token and start_token, tokens that the tokenizer lacks and ids of `size` or more
+          are passed over. If nothing is left, the attribute is None.
         - stop_tokens: all end tokens of both sources.
         - special_ids: the tokens that decoding leaves out.
 

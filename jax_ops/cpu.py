@@ -86,11 +86,10 @@ def fusion_barrier(f, *args, asked):
     Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
     weights, or convert the weights to another dtype before the decode loop.
 
-    asked: one of args. The cond asks whether the first element of `asked` is above the smallest
-    value of its dtype, which is -infinity for floats. This is always so for positions, int16
-    activations and finite weights, but XLA does not know it, so it keeps the cond. If the first
-    element of a float `asked` is NaN or -infinity, f is not computed, and the result is all NaN. If
-    the first element of an integer `asked` is the smallest value, the result is all 0."""
+    asked: one of args, for the condition: its first element is above the smallest value of its
+    dtype (-infinity for floats). Positions, int16 activations and finite weights always meet this
+    condition. XLA cannot prove that, so it does not remove the cond. If the condition is not met, f
+    is not computed, and the result is all NaN (all 0 if `asked` is an integer array)."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min

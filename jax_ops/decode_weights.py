@@ -17,14 +17,13 @@ from jax_ops.sharding import current_mesh
 
 
 def convert_params_for_decoding(params: dict, dtype: str, quantize: str = '') -> dict:
-    """Returns the parameters as decoding reads them: matrices in `dtype`, or Int8 if quantize is
-    'int8'.
+    """Returns the parameters as decoding reads them: matrices are cast to `dtype`, or become Int8
+    if quantize is 'int8'.
 
-    On a single GPU, kernels in `dtype` become Transposed, except the kernels of experts and
-    routers. On a single CPU device, if `dtype` is float32 or bfloat16, kernels in `dtype` become
-    Transposed, except the kernels of routers. Empties the dict `params`: each entry is removed
-    before its conversion, so that memory need not hold the model twice. Raises UserError for an
-    unknown `quantize`."""
+    Kernels that are not Int8 become Transposed in two cases: on a single GPU, except those of
+    experts and routers; and on a single CPU device, if `dtype` is float32 or bfloat16, except those
+    of routers. Empties the dict `params`: each entry is removed before its conversion, so that
+    memory need not hold the model twice. Raises UserError for an unknown `quantize`."""
     check_choice('quantize', quantize, ('', 'int8'))
     converted = {}
     for name in list(params):

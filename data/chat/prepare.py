@@ -72,8 +72,8 @@ class Read(NamedTuple):
 
 def read_examples(path, enc, vocabulary, folder, source):
     """Encodes the rows of a file. A row holds one conversation, or a pair of conversations. Returns
-    a Read. Leaves out rows with a conversation in which no answer counts, and pairs of equal
-    answers.
+    a Read. Leaves out a row if one of its conversations has no answer to learn (none counts in the
+    loss), or if the two answers of a pair are equal.
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row. If
     an earlier call with the same source was interrupted, continues after the rows in the journal.

@@ -99,8 +99,8 @@ def from_tree(tree, holder, kind):
 
 
 def from_c():
-    """Yields a Named for each public name of Python's library that is written in C, and for each
-    module that holds such names.
+    """Yields a Named for each public function, class and method of Python's library that is
+    implemented in C, and for each module that has some of them.
 
     There are two kinds of modules: those without Python source, for example builtins and math; and
     those in WITH_C, for example os, which are Python and import some of their names from C."""
