@@ -1093,9 +1093,9 @@ def score_groups(params: dict, config: GPTConfig, groups: list[list[Row]], most:
     groups: at most `most` groups. A group is a list of Rows. In each Row the tokens ids[start:] are
     scored. most: the largest number of rows that are computed together.
 
-    First, the tokens that the rows of a group share are prefilled, one row for each group. Then the
-    remaining tokens of the rows are fed in batches of at most `most` rows. The rows with the
-    longest rest come first. cache_dtype, with_top: as in score."""
+    First, the tokens that the rows of a group share are prefilled once for each group. Then the
+    remaining tokens of the rows are fed in batches of at most `most` rows. The rows with the most
+    remaining tokens come first. cache_dtype, with_top: as in score."""
     # a cache for the longest row, in one of few sizes
     longest = max(longest_row(group) for group in groups)
     n_slots = min(config.block_size, max(64, power_of_two(longest - 1)))

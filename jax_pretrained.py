@@ -478,9 +478,9 @@ class TensorMap(NamedTuple):
         return x.T if self.transpose else x
 
     def fill(self, tensor, parameter):
-        """Writes parameter[dst] into `tensor`, in place: the inverse of to_parameter. tensor: a
-        numpy array in memory, with the axes and order of the tensor on disk. parameter: an array;
-        it is only read."""
+        """Does the inverse of to_parameter: writes the part parameter[dst] into `tensor`, in place.
+        tensor: a numpy array in memory, with the axes and order of the tensor on disk. parameter:
+        an array; it is only read."""
         x = parameter[self.dst]
         if self.offset:
             x = x - self.offset

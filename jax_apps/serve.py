@@ -381,9 +381,9 @@ class Server(ThreadingHTTPServer):
         under way have ended.
 
         One call of the model decodes a chunk for all answers of the shared batch. So when an answer
-        has its turn, its chunk may have been decoded already. If not, the turn has to decode. Then
-        it first begins the answers to waiting requests, and puts them at the front of the queue. So
-        a new request waits for at most one chunk."""
+        has its turn, its chunk may have been decoded already. If not, a chunk is decoded. Before
+        that, the answers to waiting requests begin, at the front of the queue. So a new request
+        waits for at most one chunk."""
         jobs = collections.deque()  # those with an answer under way
         n_ended = 0  # answers that ended since others could begin
         while jobs or not self.is_ending:

@@ -51,8 +51,8 @@ class Found(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """A value of a metric that differs between the log and the repeated training. Holds both
-    values."""
+    """The two values of a metric that differ: one is in the log, the other is of the repeated
+    training."""
     iter: int
     name: str
     value: float  # of the repeated training

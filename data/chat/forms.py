@@ -204,9 +204,9 @@ def read_conversation(row):
     """Reads a row with one conversation. Returns (question; answers; form).
 
     question: a list of messages. answers: a list with one element, the list of the answer's
-    messages. form: how the row is written, a text to print. If the row has one list of messages,
-    question is [] and the answer is the whole list. Raises UserError if the row has no
-    conversation."""
+    messages. form: how the row is written, a text to print. Some rows have a question and an answer
+    under two names. Others have the whole conversation in one list; then question is [], and the
+    answer is the whole list. Raises UserError if the row has no conversation."""
     for name in LISTS:
         if name in row:
             return [], [read_question(row, name)], '' if name == 'messages' else f'"{name}"'
