@@ -152,7 +152,7 @@ def shuffled_starts(n_tokens, cfg):
         yield from offset + cfg.block_size * rng.permutation(n_windows)
 
 def read_windows(tokens, starts, block_size):
-    """Returns (x; y), int32 [B, T] each: windows at these starts; the windows one token later."""
+    """Returns (x, y), int32 [B, T] each: x the windows at these starts, y those a token later."""
     windows = tokens[np.array(starts)[:, None] + np.arange(block_size + 1)].astype(np.int32)
     return windows[:, :-1], windows[:, 1:]
 
