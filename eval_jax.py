@@ -294,7 +294,7 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     'accuracy' chooses the option with the highest log-probability, 'accuracy_norm' the option with
     the highest log-probability per character. A task of a bundle is evaluated as in nanochat:
     'accuracy' chooses the option with the highest log-probability per token, and prompts are cut to
-    max_length tokens.
+    the number of tokens that the flag max_length gives.
 
     The parameters are those of a task, see read_tasks. guessing: the accuracy of guessing in a task
     of a bundle; None for any other task."""

@@ -669,8 +669,9 @@ def check_flags(flags):
 
 @functools.cache
 def read_ends(text):
-    """Parses the flag earlier_ends. It lists the earlier ends of the learning rate schedule, each
-    of which --minutes later replaced by another. Returns {until: end}, in ascending order.
+    """Parses the flag earlier_ends: the iterations at which the learning rate schedule was planned
+    to end earlier in the run. (--minutes can change the planned end while a run trains.) Returns
+    {until: end}, in ascending order.
 
     Example: '300:900,600:1000' gives {300: 900, 600: 1000}. Before iteration 300, the schedule was
     planned to end at iteration 900. From iteration 300 to 599, it was planned to end at 1000.

@@ -471,7 +471,8 @@ class TensorMap(NamedTuple):
     offset: float = 0.0  # added in float32
 
     def to_parameter(self, tensor):
-        """Returns the part of the tensor on disk that goes into parameter[dst]."""
+        """Returns the part of `tensor`, a tensor on disk, that is stored in
+        parameter[self.dst]."""
         x = tensor[self.src][self.rows]
         if self.offset:
             x = x.astype(np.float32) + self.offset

@@ -92,10 +92,12 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 
 
 def load_fitting_tokenizer(description, source, config):
-    """Returns the tokenizer that `description` describes, limited to the vocabulary of `config`.
+    """Returns the tokenizer that `description` describes.
 
-    Raises UserError if `description` is None (the message names `source`), or if the tokenizer has
-    more tokens than the model."""
+    If the model has no rows for the last tokens, and these are special tokens, the tokenizer loses
+    them (limit_vocabulary). If it has more tokens than the model otherwise, raises UserError.
+    Raises UserError also if `description` is None; the message names `source`. config: the model's
+    GPTConfig."""
     if description is None:
         raise UserError(f"{source} has a vocabulary of {config.vocab_size}, which is not GPT-2's: "
                         'put its tokenizer.json beside it, or name the data set that it was '
@@ -287,9 +289,9 @@ class TextModel:
         are generated at a time. When an answer ends, the next request starts.
 
         requests: texts, lists of chat messages, or dicts. A dict has 'prompt', a text or messages.
-        It may have 'first_sample', the number of the sample (it decides the random numbers), and
-        fields of TextSampling by name. The next request is read only when its answer can start, so
-        that a generator of requests can use the answers so far.
+        It may have 'first_sample', the number of the sample, which decides the random numbers, and
+        fields of TextSampling by name. The next request is read only when its answer can start. So
+        `requests` may be a generator that makes a request from answers that were yielded before.
         sampling, changes: the values of options that a request does not set.
         If a request is a text, the answer's 'text' is the continuation that generate makes, without
         the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as
@@ -357,10 +359,10 @@ class TextModel:
         log-probabilities, float32 [n]). For a text that is not in a list, returns one pair, not a
         list.
 
-        Each text is scored after the token that begins a document. If the tokenizer has no such
-        token, the text is scored after the token that ends a document. If the tokenizer has neither
-        (characters), the text's first token is left out. For the options see jax_generate.score.
-        Raises UserError for a text of fewer than two tokens."""
+        The token that begins a document is put in front of each text, or the token that ends a
+        document if the tokenizer has no other. So the text's first token is scored, too. If the
+        tokenizer has neither, as one of characters, the first token is not scored. For the options
+        see jax_generate.score. Raises UserError for a text of fewer than two tokens."""
         # an item of one row for each text; all tokens but the first are scored
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'logprobs')

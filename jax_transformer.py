@@ -556,9 +556,9 @@ def attention_mask(config: GPTConfig, layer_type: str, call: Call,
                    key_position_BxS: Array | None = None) -> Array:
     """Returns bool [B, T, S], True where a query may attend to a key. The key must be at the
     query's position or before, and within the query's window or chunk. In packed rows the key must
-    also be in the query's conversation. This is so if the conversation of the key starts where the
-    conversation of the query starts. key_position_BxS: the positions of the keys in a KV cache;
-    None if the keys are those of the call's own tokens."""
+    also be in the query's conversation: two tokens are in the same conversation if their
+    conversations start at the same position. key_position_BxS: the positions of the keys in a KV
+    cache; None if the keys are those of the call's own tokens."""
     limits = span_limits(config, layer_type)
     if key_position_BxS is None:
         key_position_BxS = call.position_BxT
@@ -621,12 +621,13 @@ PIECE = 512  # most tokens of a prompt that are prefilled at a time
 # --- one layer's cache in a forward pass
 
 def has_ring_cache(config: GPTConfig, layer_type: str) -> bool:
-    """Returns whether a layer's cache is a ring buffer: whether a new key may overwrite a key that
+    """Returns whether a layer's cache is a ring buffer, in which a new key may overwrite a key that
     is out of the attention span.
 
-    This is so in each layer with a window or chunks, and in all layers of a model with RoPE,
-    because RoPE's positions continue past block_size. Otherwise all block_size positions have slots
-    of their own. See count_slots for the size of a ring."""
+    A layer with a window or chunks has a ring. So has every layer of a model with RoPE: its texts
+    may be longer than block_size, and a token then attends to the last block_size positions only.
+    In all other layers, each of the block_size positions has a slot of its own. See count_slots for
+    the size of a ring."""
     return bool(span_limits(config, layer_type)) or config.position == 'rope'
 
 

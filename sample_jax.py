@@ -139,11 +139,12 @@ def read_prompt(path, number, line, chat):
 
 
 def encode_prompt(model, prompt, conversation):
-    """Returns the token ids of a prompt. Outside a chat, a prompt is a text, and these are its ids.
+    """Returns the token ids of a prompt. Outside a chat, a prompt is a text, and the result has the
+    ids of this text.
 
-    In a chat, these are the ids of the system message that --system gives, if there is one, and of
-    the prompt's messages. A prompt that is a text is one message of the user. A prompt that is a
-    dict contains its messages.
+    In a chat, the result has the ids of the system message (if --system gives one) and of the
+    prompt's messages. A prompt that is a text is one message of the user. A prompt that is a dict
+    contains its messages.
 
     prompt: an element of the list that read_prompts returns. conversation: the Chat
     (jax_apps/terminal.py), which has the message of --system; None outside a chat. Raises UserError

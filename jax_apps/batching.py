@@ -1,12 +1,12 @@
 """Decodes several answers together, although each begins and ends at its own time.
 
-Without a Batch, a Generation asks a Decoder of its own for tokens. With a Batch, a Generation has
-exactly one row, and asks a Row for tokens in the same way. The callers of all rows take turns, in
-one thread. Several rows are decoded by one Decoder, that of the Batch: the first caller that asks
-for more tokens decodes a chunk for all rows, and the other callers then find their tokens ready. A
-row that is alone is decoded by a Decoder of its own, except in a Batch that was made for a fixed
-number of rows above 1 (n_rows). A row joins and leaves between two chunks, and nobody waits for the
-end of another answer.
+Without a Batch, a Generation gets its tokens from a Decoder of its own. With a Batch, each
+Generation has one row of the Batch, and gets its tokens from a Row, which has the same methods as a
+Decoder. The Generations take turns, in one thread. While the Batch has several rows, its Decoder
+decodes them together: the first Generation that asks for more tokens decodes a chunk for all rows,
+and the others then find their tokens ready. While the Batch has only one row, this row's own
+Decoder decodes it, except in a Batch that was made for a fixed number of rows above 1 (n_rows). A
+row joins and leaves between two chunks, and nobody waits for the end of another answer.
 
 Each row has its own random numbers (jax_text.py) and its own sampling controls (stack_controls).
 The other rows can influence a row's text only through the rounding of the row's logits. If the
@@ -39,8 +39,9 @@ CHANGED = ('tokens_BxN', 'length_B', 'n_generated_B', 'done_B', 'logprob_BxN',
 class Row:
     """One row of a Batch. A Generation uses the Row as if it were a Decoder.
 
-    While the row has no place in the batch, `decoder`, the row's own Decoder, has the row's whole
-    state. Otherwise `decoder` has a copy of the state on the host, without the cache."""
+    The attribute `decoder` is the row's own Decoder. While the row has no place in the batch, this
+    Decoder has the row's whole state. While the row has a place, it has a copy of the state on the
+    host, without the cache."""
 
     def __init__(self, batch, decoder):
         self.batch = batch
@@ -208,8 +209,9 @@ class Batch:
     def decode(self, rows):
         """Adds a chunk of at most CHUNK tokens to each of `rows`. The chunk is one token if a row
         has no token yet, so that its first token is there soon. The chunk is also one token if
-        every step so far took longer than SLOW_STEP, so that clients see each token at once.
-        Several processes do not measure this, because they must choose the same chunk."""
+        every step so far took longer than SLOW_STEP, so that clients see each token at once. With
+        several processes, SLOW_STEP has no effect: their times differ, and they must choose the
+        same chunk."""
         # the others make room
         for other in self.rows:
             if other not in rows:

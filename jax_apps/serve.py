@@ -535,12 +535,10 @@ class Server(ThreadingHTTPServer):
         job.events.put(ends)
 
     def make_all(self, job, chunks):
-        """Computes all rows of a Job in a batch of their own. Yields True after each chunk;
-        take_turns then goes on with other answers.
-
-        chunks: an iterable that computes a chunk in each step, such as a Generation. Returns the
-        last item of `chunks`. If the client goes away, ends the computation and returns None. The
-        caller gets this value from `yield from`, because make_all is a generator."""
+        """Computes all rows of a Job in a batch of their own. To be called with `yield from`:
+        yields True after each chunk, so that take_turns goes on with other answers, and then
+        returns the last item of `chunks`. If the client goes away, ends the computation and returns
+        None. chunks: an iterable that computes a chunk in each step, such as a Generation."""
         self.own_batch_is_there = True
         result = None
         try:

@@ -175,9 +175,9 @@ class Layout:
         In float16, the training step divides the loss scale by this number. The scaled losses of
         all devices then add up to the loss scale times the mean loss of all their sequences.
 
-        Without the division, N devices would overflow float16 at a smaller loss scale than one
-        device does. The mean loss of a device has only 1 / N of the sequences, so the gradient of
-        each sequence is N times as large as in the mean over all sequences."""
+        Each of N devices computes the mean loss of only 1 / N of the sequences. So the gradient of
+        a sequence is N times as large as in the mean over all sequences. Without the division,
+        these gradients would overflow float16 at a smaller loss scale than on one device."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):

@@ -264,7 +264,8 @@ def has_weights(folder):
 def weight_file(path):
     """Returns the file that holds or lists the weights of the folder `path`: the first of
     WEIGHT_FILES and ckpt.pt that is there. If `path` is a file, returns it unchanged. Raises
-    UserError if there is no such file, and for *.gguf."""
+    UserError if `path` does not exist or has none of these files, and if its name ends in .gguf,
+    because GGUF files cannot be read."""
     if str(path).endswith('.gguf'):
         raise UserError(f'{path}: GGUF files are written, not read; transformers reads them where '
                         'PyTorch is installed, see "GGUF and adapters" in docs/models.md')

@@ -495,8 +495,8 @@ def describe_tokenizer(model_path, vocab_size):
 
 
 def locate_tokenizer(description, folder):
-    """Returns the description of a tokenizer with a path that begins with `folder`, in place of a
-    path relative to `folder`. Returns a description without a path unchanged.
+    """Returns a copy of a tokenizer's description in which the path, which is relative to `folder`,
+    has become folder/path. Returns a description without a path unchanged.
 
     Also sets "is_copy" (see HFTokenizer). It is true if the relative path is "tokenizer", because a
     run or a data set keeps its copy of a tokenizer in its folder "tokenizer"."""

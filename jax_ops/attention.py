@@ -72,11 +72,11 @@ def causal_mask(key_position, position, *, window=0, chunk=0):
     chunk: positions are divided into chunks of this many, and a query sees only its own chunk; 0 is
     one chunk for all.
 
-    All attention follows this rule, but not all code calls this function. The function makes the
-    masks that are arrays: attention_mask in jax_transformer.py calls it with the positions in a KV
-    cache; attend_block in fused_attention.py calls it with the indices of queries and keys. The
-    kernels of cuDNN and TPUs (cudnn_attention, splash_kernel) get window and chunk as options, and
-    mask by themselves."""
+    All attention follows this rule. Two functions need the mask as an array and call causal_mask:
+    attention_mask in jax_transformer.py, with the positions in a KV cache; and attend_block in
+    fused_attention.py, with the indices of queries and keys. The kernels of cuDNN and TPUs
+    (cudnn_attention, splash_kernel) do not need the array: window and chunk are options of
+    theirs."""
     mask = key_position <= position
     if window:
         mask &= key_position > position - window

@@ -151,12 +151,12 @@ def nt_bfloat16_row(x_1xI, w_OxI):
     2. A matmul with ones adds up the partial sums of all blocks of the row.
 
     The steps have this form for XLA:CPU:
-    - FLOAT_LANES is 16 because of nt_chosen, which computes the same sums with float32 weights. 16
-      of these weights are one cache line. LLVM's vectors hold 8 values. So a loop over the t rows
+    - FLOAT_LANES is 16 because of nt_chosen, which computes the same sums with float32 weights.
+      There, 16 weights are one cache line. LLVM's vectors hold 8 values. So a loop over the t rows
       of a block sums 8 of the FLOAT_LANES columns, and the next loop sums the next 8 columns. With
       16 columns, each loop reads every cache line, in order. With 32 columns, each loop would read
-      only every second cache line. This is slower, a little also for the bfloat16 weights here
-      (docs/lab_log.md#sixteen-lanes).
+      only every second cache line, which is slower. With the bfloat16 weights of this function, 32
+      columns are a little slower, too (docs/lab_log.md#sixteen-lanes).
     - t is at most 20, because LLVM does not unroll a longer sum.
     - Step 1 sums two rows of w in one reduction with two operands: row i of the first half of w,
       and row i of the second half. XLA would compile a reduction with one operand to a slower

@@ -312,10 +312,10 @@ def attend_sequence(common, sequence, n, in_loop):
     """Computes chunked_attention of one Sequence, in blocks of queries. Returns [G, T Q, K], in the
     axes of fold_groups.
 
-    common: the Common of the call. n: the number of queries in a block. There are at most 128
-    blocks, because the loop over blocks is unrolled, and the compiled program contains each of
-    them. If T needs more blocks of n queries, a block has a multiple of n queries. The last block
-    may have fewer queries. in_loop: whether the caller runs this function in the body of a loop.
+    common: the Common of the call. n: the smallest number of queries in a block. If blocks of n
+    queries would be more than 128, blocks have a multiple of n queries: the loop over blocks is
+    unrolled, so the compiled program contains each block. The last block may have fewer queries.
+    in_loop: whether the caller runs this function in the body of a loop.
 
     The backward pass computes each block again, instead of keeping its probabilities in memory. If
     in_loop is False, jax.checkpoint puts barriers around each block. Without the barriers, XLA

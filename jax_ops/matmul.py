@@ -25,8 +25,8 @@ def all_gather_param(param, dtype, tp=()):
     parameter's dtype.
 
     tp: a pair, the sharding of the parameter before the gather and its sharding after the gather.
-    COLUMN_PARALLEL is such a pair. The default () is for a parameter that is not sharded: it is
-    only rounded to `dtype`."""
+    COLUMN_PARALLEL is such a pair. With the default (), for a parameter that is not sharded, there
+    is no gather: the parameter is only rounded to `dtype`."""
     if not current_mesh():
         return param
 
@@ -40,7 +40,7 @@ def all_gather_param(param, dtype, tp=()):
 
 
 def matmul_f32_acc(x, y, dtype=None):
-    """Computes x [..., M, K] @ y [..., K, N] in dtype (default: x's), accumulated in float32."""
+    """Returns x [..., M, K] @ y [..., K, N] as dtype (default: x's), with sums in float32."""
     dtype = dtype or x.dtype
     direct = functools.partial(jnp.matmul, preferred_element_type=dtype)
 

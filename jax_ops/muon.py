@@ -129,8 +129,8 @@ def map_stacked_by_shape(f, tree):
 def split_qkv(tree):
     """Returns the tree with a list [q, k, v] in place of each c_attn kernel [D, (H + 2 G) K].
 
-    If q, k and v are orthogonalized as one matrix, the loss is 11% higher with two of three seeds
-    (docs/lab_log.md#the-recipe-part-by-part)."""
+    Muon then orthogonalizes q, k and v separately. Orthogonalized as one matrix, they gave a loss
+    that was 11% higher with two of three seeds (docs/lab_log.md#the-recipe-part-by-part)."""
     flat = flatten_dict(tree)
     for path, kernel in flat.items():
         if path[-2:] == ('c_attn', 'kernel'):

@@ -196,8 +196,9 @@ class VocabParallelEmbedding(VocabParallel):
 
     @nn.compact
     def __call__(self, tokens: Array) -> Array:
-        """Returns the embedding [B, T, D]. With tp_size > 1, it has zeros for ids of other ranks;
-        the sum over the ranks is the embedding."""
+        """Returns the embedding of the tokens, [B, T, D]. With tp_size > 1, returns this rank's
+        part of it, with zeros for tokens of other ranks. The caller must sum the parts of all
+        ranks."""
         table = self.table(self.n_rows)
         if self.tp_size == 1:
             return embed_tokens(table, tokens, self.dtype)

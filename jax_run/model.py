@@ -48,8 +48,9 @@ def with_block_size(config, block_size, source):
 
 
 def config_from_flags(flags, **more):
-    """Makes a GPTConfig from the flags of the model. more: values of fields without a flag. n_inner
-    is also the width of each expert. Raises UserError for flags that do not go together."""
+    """Makes a GPTConfig from the flags of the model. The flag n_inner is the width of the MLP, or
+    of each expert in a model with experts. more: values of fields without a flag. Raises UserError
+    for flags that do not go together."""
     names = (MODEL_FLAGS | {'dropout'}) - {'n_expert', 'n_expert_used'}
     fields = {name: flags[name] for name in names}
     layer_types = flags['layer_types'].split(',')

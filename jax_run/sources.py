@@ -51,8 +51,8 @@ class Order(NamedTuple):
         """Returns where each sequence begins in the data, int64 [B]. numbers: the numbers of the
         sequences in the stream, int64 [B].
 
-        Sequence k of the stream is read in epoch k // n, at place k % n. It is the row or window of
-        the data with the index i = permutation[k % n], and begins at offset + stride * i. The
+        An epoch has n sequences. Sequence k of the stream is number k % n of epoch k // n. It is
+        row or window i = permutation[k % n] of the data, and begins at offset + stride * i. The
         offset and the permutation are those of shuffle_epoch for this epoch."""
         epochs, index = np.divmod(numbers, self.n)
         places = np.empty(len(numbers), np.int64)

@@ -421,9 +421,9 @@ def check_training_flags(flags, given):
 
 
 def with_whole_schedule(flags):
-    """Returns the flags of a run, unchanged if lr_decay_iters is given. If lr_decay_iters is 0,
-    sets it to max_iters, and shortens a warm-up that does not fit into max_iters. So --max_iters
-    alone gives a full schedule."""
+    """Returns the flags of a run, in which an lr_decay_iters of 0 (its default) has become
+    max_iters. So --max_iters alone gives a full schedule. A warm-up that does not fit into this
+    schedule becomes shorter. Returns flags with another lr_decay_iters unchanged."""
     if flags['lr_decay_iters']:
         return flags
     n = max(1, flags['max_iters'])

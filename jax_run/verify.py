@@ -180,9 +180,10 @@ def describe_seconds(intervals, records):
 
 
 def first_batch(make_batch, interval):
-    """Returns the interval's first batch with a token that counts. make_batch(iteration): returns a
-    batch, or None if none of its tokens counts. The step is compiled for the shapes of this batch.
-    Raises UserError if no token counts."""
+    """Returns the first batch with a token that counts. The caller compiles the training step for
+    the shapes of this batch. make_batch(iteration): returns a batch, or None if none of its tokens
+    counts. interval: an Interval, the iterations to look at. Raises UserError if no token
+    counts."""
     for i in range(interval.first, interval.last):
         batch = make_batch(i)
         if batch is not None:
@@ -309,9 +310,9 @@ def digest_weights(out_dir):
 
 
 def describe(interval, found, is_near):
-    """Returns the line to print on an Interval. found: the Found of this interval. is_near: whether
-    differences are accepted, because the machine is of another kind and the losses differ by at
-    most BOUND."""
+    """Returns the line to print on an Interval. found: the Found of this interval. is_near: True if
+    the machine is of another kind and the losses differ by at most BOUND. Differences are then
+    accepted."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
     if is_near:

@@ -2,8 +2,8 @@
 Prepare questions and answers about the modules, classes, functions and methods of Python's standard
 library, such as "What does shutil.copyfile do?". A small model can learn the answers, and a program
 can check them. No network is needed. The questions are written in the tokens of the model that you
-will finetune. --tokenizer is the out_dir of this model, the data set that it was trained on, or a
-Hugging Face folder or owner/name:
+will finetune. --tokenizer names one of these: the out_dir of this model; the data set that it was
+trained on; a Hugging Face folder; a Hugging Face owner/name:
 $ python data/pystdlib/prepare.py
 $ python data/pychat/prepare.py --tokenizer=data/pystdlib
 To prepare questions about a package of your own, from its docstrings (it is read, not run):

@@ -89,9 +89,9 @@ class Texts:
         JSON, a row may also be a string itself.
 
         A row without a text adds 1 to n_skipped and yields nothing. A row with the empty text ''
-        also adds 1 to n_skipped, but yields ''. parts() puts every tenth yielded document into val.
-        A row with '' is counted for this, and a row without a text is not. With `strict`, raises
-        UserError for both kinds of rows.
+        also adds 1 to n_skipped, but yields ''. So parts(), which puts every tenth yielded document
+        into val, counts such a row as a document. With `strict`, raises UserError for both kinds of
+        rows.
 
         With or without `strict`, raises UserError if a row lacks the key and no earlier row of the
         file had a text, because --key is then probably wrong."""
