@@ -8,8 +8,9 @@ steps); the Decoder, which calls the compiled functions; `generate`, `generate_s
 start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
 
 The letters of shapes are those of jax_transformer.py. In addition, N is the width of the token
-buffer, and J is the number of drafts. In the code of `score`, R is the number of rows, P is the
-number of tokens that all rows of an item share, and N is the number of a row's other tokens."""
+buffer, and J is the number of drafts. The code of `score` has other letters: R is the number of
+rows, P is the number of tokens that all rows of an item have in common, and N (another N than the
+one above) is the number of a row's remaining tokens."""
 import contextlib
 import dataclasses
 import functools
@@ -1280,10 +1281,10 @@ def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the number of slots to give to a KV cache. needed: the number of slots that the cache
     needs now. longest: the number of slots that it needs at the end.
 
-    If the final size is at most twice the size that is needed now, returns the final size, so that
-    the cache never has to grow. Otherwise returns the size that is needed now, and the cache grows
-    later. The final size is rounded up by four_per_octave, the size needed now by round_up_slots.
-    The result is at most block_size."""
+    Rounds up the number at the end by four_per_octave, and the number needed now by round_up_slots.
+    If the rounded number at the end is at most twice the other rounded number, returns it, so that
+    the cache never has to grow. Otherwise returns the other number, and the cache grows later. The
+    result is at most block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

@@ -340,8 +340,8 @@ GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype'
 
 def derive_config_json(config):
     """Returns the content of a config.json with which transformers computes the same as
-    GPT(config). There is such a file for most models that flags of train_jax.py make. Raises
-    UserError for other models."""
+    GPT(config). transformers can compute most models that the flags of train_jax.py describe.
+    Raises UserError for the others."""
     if config == GPTConfig(**{name: getattr(config, name) for name in GPT2_FIELDS}):
         return derive_gpt2_config_json(config)
 

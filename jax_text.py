@@ -662,7 +662,8 @@ class Generation:
 
         prompt, text: the texts of the prompt and of the continuation. finish_reason: 'stop' (a stop
         text), 'end' (a stop token) or 'length'. logprob: the sum of the log-probabilities of the
-        generated tokens, up to the token with which the text is complete."""
+        generated tokens. If a stop text ended the text, later tokens than the last one of the text
+        are left out."""
         if self.stopped[i]:
             reason = 'stop'
         elif self.was_cut(i):

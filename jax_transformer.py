@@ -849,8 +849,8 @@ def init_params(rng: Array, config: GPTConfig) -> dict:
 
 
 def without_tables(params: dict) -> dict:
-    """Selects the parameters that multiply activations: all except wpe, and except wte if lm_head
-    is a separate matrix."""
+    """Returns the parameters that multiply activations. wpe does not. wte does only if it is also
+    the output matrix, that is, if there is no separate lm_head."""
     tables = ('wpe', 'wte') if 'lm_head' in params else ('wpe',)
     return {name: part for name, part in params.items() if name not in tables}
 
@@ -992,8 +992,9 @@ def scale_llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) ->
 
 
 def scale_yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Does the same as scale_llama3, but the transition is linear in the index of the pair (YaRN,
-    arXiv:2309.00071)."""
+    """Scales RoPE's frequencies for longer texts, as YaRN does (arXiv:2309.00071). As in
+    scale_llama3, high frequencies stay, and low ones are divided by the factor. Between them, the
+    change from one to the other is linear in the index of the frequency."""
     width = 2 * len(frequencies)
     rotations = np.array([scaling.high, scaling.low])
     wavelengths = scaling.original_length / (2 * np.pi * rotations)

@@ -143,8 +143,8 @@ def load_data(folder):
     return splits, len(chars), lambda text: [chars.index(c) for c in text], decode
 
 def shuffled_starts(n_tokens, cfg):
-    """Yields starts of windows, endlessly. An epoch visits all windows, side by side in the data,
-    in random order. Random starts (nanoGPT) would miss 1/e of the tokens in each epoch."""
+    """Yields starts of windows, endlessly. Each epoch cuts the data into windows, and visits all of
+    them in random order. Random starts (nanoGPT) would miss 1/e of the tokens in each epoch."""
     n_windows = max(1, (n_tokens - 1) // cfg.block_size - 1)  # one less: room for the offset
     for epoch in itertools.count():
         rng = np.random.default_rng([cfg.seed, 0, epoch])  # 0: the random stream of the order

@@ -309,8 +309,8 @@ def cut(blocks, size=2**20):
 
     A piece ends after a newline that has no space on either side. There, GPT-2's BPE, bpe:N and
     similar tokenizers give the same tokens as for the whole text. If there is no such newline, the
-    piece ends before a space in front of a word. There, most other tokenizers give the same tokens
-    as for the whole text, too. But a tokenizer that puts a space before a text puts one before each
+    piece ends before a space in front of a word. There, too, most tokenizers give the same tokens
+    as for the whole text. But a tokenizer that puts a space before a text puts one before each
     piece."""
     rest = ''
     for block in blocks:

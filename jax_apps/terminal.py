@@ -17,7 +17,7 @@ COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctr
 
 
 def read_turn():
-    """Returns the line that the user types. Lines that are pasted together are returned as one
+    """Returns the line that the user types. If the user pastes several lines, returns them as one
     text."""
     text = input('> ')
     while has_more_input():

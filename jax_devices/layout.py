@@ -254,7 +254,8 @@ class Replicas(SeveralDevices):
 
     def whole_batch(self, shape, rest):
         """Returns (shape of the global array; its PartitionSpec). The array is [n_data_shards,
-        *shape, *rest], with a shard for each device. shape, rest: as in Layout.whole_batch."""
+        *shape, *rest]. The first axis has an element for each device. shape, rest: as in
+        Layout.whole_batch."""
         return (self.n_data_shards, *shape, *rest), P('data')
 
     def all_reduced(self, compute):
@@ -300,18 +301,16 @@ class Sharded(SeveralDevices):
         return (*first, self.n_data_shards * each, *rest), spec
 
     def find_part(self, local, shape, index):
-        """Returns the part of a global array that belongs on a device. This part has all sequences
-        of the device's shard of the batch. If the positions are sharded over the mesh axis
-        'context', this part has only the device's own positions.
+        """Returns the part of a global array that belongs on a device: all sequences of the
+        device's shard of the batch. If the positions are sharded over the mesh axis 'context', the
+        part has only some positions of these sequences.
 
-        The global array is [micro-steps, n_data_shards * sequences, *rest], where rest is () or
-        (positions,). If `shape` has no micro-steps, neither has the global array. See whole_batch.
-
-        local: the shards of the batch that this process has, {index of the shard: array [*shape,
-        *rest]}. shape: (micro-steps, sequences) of a shard, or (sequences,). index: for each axis
-        of the global array, the slice that the device holds. The slice along the axis of the
-        sequences tells the index of the device's shard: start // sequences. A start of None means
-        0."""
+        local: the shards of the batch that this process has, {number of the shard: array [*shape,
+        *rest]}. shape: (micro-steps, sequences) of a shard, or (sequences,). The global array is
+        that of whole_batch, [micro-steps, n_data_shards * sequences, *rest] or [n_data_shards *
+        sequences, *rest]. index: for each axis of the global array, the slice that the device
+        holds. The number of the device's shard is start // sequences, where start is that of the
+        slice along the sequences (None means 0)."""
         axis = len(shape) - 1  # of the sequences
         shard_number = (index[axis].start or 0) // shape[-1]
         return local[shard_number][..., *index[axis + 1:]]

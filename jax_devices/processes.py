@@ -180,9 +180,9 @@ class StopSignal:
     ends the script instead, by SystemExit. A second signal is handled by the first of these rules
     that applies:
     - During a save, the signal has no effect.
-    - In a notebook, where the process must live on, the signal raises KeyboardInterrupt. If
-      nothing_to_save is True, it raises SystemExit, as the first signal does. (The first signal
-      may still be waiting for compiled code to return.)
+    - In a notebook, where the process must live on, the signal raises KeyboardInterrupt, or
+      SystemExit if nothing_to_save is True. (The SystemExit of the first signal may still be
+      waiting for compiled code to return.)
     - If the first or the second signal is SIGHUP, the second has no effect, because a closed
       terminal sends several signals.
     - Otherwise, the signal ends the process at once.

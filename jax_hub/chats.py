@@ -267,17 +267,16 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
     chat: a Chat. counted: the indices of the answers (the assistant's messages) that count in the
     loss, None for all answers. If the template marks parts by {% generation %}, the tokens of these
-    parts count in the loss, except for the parts of answers that are not in `counted`. If the
+    parts count in the loss, but not in an answer with an index that `counted` lacks. If the
     template has no marks, the whole answers count, from the end of the generation prompt to the
     special token that ends the answer. Some templates write this token only at the beginning of the
     next message. For such a template, the function adds the token to the last answer.
 
-    Raises UserError if the template refuses the messages, or if the tokens that count also contain
-    the text of another message than an answer. Raises UserError also if the template breaks one of
-    two rules:
+    Raises UserError if the template refuses the messages, or if the tokens that count include text
+    of a message that is no answer. Raises UserError also if the template breaks one of two rules:
     - A template without marks must write each answer in `counted` after the generation prompt.
-    - A template with marks must mark each answer that is not in `counted` as exactly one part. This
-      part is left out of the loss."""
+    - A template with marks must mark each other answer as exactly one part, because this part is
+      left out of the loss."""
     # the parts of the text that count: as the template marks them, or the answers with their ends
     answers = [i for i, message in enumerate(chat.messages) if message['role'] == 'assistant']
     chosen = [i for i in answers if counted is None or i in counted]

@@ -342,9 +342,10 @@ def is_as_filed(folder, settings):
 
 def adds_none(settings, tokenizer):
     """Returns True if transformers would certainly add no tokens to the vocabulary of a Tokenizer.
-    transformers adds each token that `settings`, the content of tokenizer_config.json, name and the
-    Tokenizer lacks. Returns False if `settings` have a list of extra or additional special tokens,
-    or a token that is an object in place of a text, because this function does not read these."""
+    transformers adds each token that is in `settings` and not in the Tokenizer. Returns False if
+    `settings` have a list of extra or additional special tokens, or a token that is an object in
+    place of a text, because this function does not read these. settings: the content of
+    tokenizer_config.json."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):
         return False
     named = [value for name, value in settings.items() if name.endswith('_token')]
@@ -406,7 +407,8 @@ def mend_mistral_split(tokenizer, folder, settings):
 
 
 def as_list(value):
-    """Returns a list of the ids in a value of a config: one id, a list of ids, or None."""
+    """Returns the list of the ids in `value`. value: one id, a list of ids, or None, from a
+    config."""
     ids = value if isinstance(value, list) else [value]
     return [id for id in ids if type(id) is int]
 

@@ -61,7 +61,8 @@ def two_rows(multiply, x, y):
 
 
 def nt(x_RxI, w_OxI, dtype=jnp.float32):
-    """Computes x @ w.T, accumulated in dtype: the plain form of the functions below."""
+    """Computes x @ w.T, accumulated in dtype, by XLA's matmul. The functions below compute the same
+    product in ways that are faster on CPUs."""
     last_axes = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x_RxI, w_OxI, last_axes, preferred_element_type=dtype)
 
@@ -340,15 +341,15 @@ def int16_sums(x, w):
     """Computes (x * w).sum(-1) -> int32 [..., O], for int16 x [..., 1, I] and int8 or uint8 w [...,
     O, I]. int16_lane_terms(I) must not be None.
 
-    Each dot product of x with a row of w has I terms, summed in two steps. First, the terms are
-    split into blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop of t steps
-    turns each block into INT_LANES partial sums: each step adds one term to each sum. Second, a
-    reduction adds up the partial sums of all blocks of a row. The reduction takes two rows at a
-    time, as in nt_bfloat16_row; on a mesh, one row at a time.
+    Each dot product of x with a row of w has I terms, summed in two stages. First, the terms are
+    split into blocks of t * INT_LANES, where t is int16_lane_terms(I). A Python loop of t
+    iterations turns each block into INT_LANES partial sums: each iteration adds one term to each
+    sum. Second, a reduction adds up the partial sums of all blocks of a row. The reduction takes
+    two rows at a time, as in nt_bfloat16_row; on a mesh, one row at a time.
 
-    XLA compiles the Python loop and the reduction to one loop. If the first step were a reduction,
-    too, jaxlib 0.10 would still compile one loop, but jax 0.12 would compile two loops, which are
-    slower (docs/lab_log.md#int8-matmuls)."""
+    XLA compiles the Python loop and the reduction to one loop. If the first stage were a reduction,
+    too, jaxlib 0.10 would still compile one loop, but jaxlib 0.12 would compile two loops, which
+    are slower (docs/lab_log.md#int8-matmuls)."""
     O, I = w.shape[-2:]
     terms = int16_lane_terms(I)
     w = w.reshape(*w.shape[:-1], -1, terms, INT_LANES)

@@ -67,8 +67,8 @@ def map_kernels(change, params):
 
 
 def quantize_params(params, stored_as=jnp.int8):
-    """Returns the parameters with matrices as Int8, a quarter of float32's bytes; see
-    quantize_param."""
+    """Returns the parameters with matrices as Int8, which has a quarter of float32's bytes.
+    stored_as: see quantize_param."""
     return map_kernels(functools.partial(quantize_param, stored_as=stored_as), params)
 
 

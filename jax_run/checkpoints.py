@@ -119,9 +119,9 @@ class DiskRun:
         return file
 
     def is_locked_by(self, holder):
-        """Returns whether the folder that this process sees has a file `lock` with the text
-        `holder`. Process 0 writes this file (lock). The other processes then ask whether their
-        folder is the same."""
+        """Returns whether this process sees the same folder as process 0, which has written the
+        text `holder` into a file named lock (see the method lock): whether this file is in the
+        folder that this process sees."""
         found = os.listdir(self.files) if self.files.is_dir() else ()  # makes NFS look again
         return 'lock' in found and (self.files / 'lock').read_text() == holder
 

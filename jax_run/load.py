@@ -88,8 +88,9 @@ def check_place(lora):
 
 
 def check_checksum(lora, crc):
-    """Raises UserError if crc differs from lora['checksum'], the checksum of the base model. In
-    older runs lora['checksum'] is None, and nothing is compared."""
+    """Raises UserError if the base model is not the one that LoRA was trained with. crc: the
+    checksum of the base model as it is now. lora['checksum']: its checksum in the training; None in
+    older runs, for which nothing is compared."""
     if lora['checksum'] not in (None, crc):
         raise UserError(f"{lora['base']} has other weights than those that LoRA was trained with; "
                         'put these back, or name where they are with --base=FOLDER')

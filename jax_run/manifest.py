@@ -3,7 +3,7 @@ devices.
 
 Every checkpoint keeps the manifest in its metadata. A resume compares the checkpoint's manifest
 with its own (find_changes for the data, find_changed for the rest). If a run has several
-processes, they compare their manifests (flatten) before they train. The
+processes, they compare their manifests before they train, in the form that flatten returns. The
 manifest holds no host name and no user name. Its only paths are the keys of `sources`, which are
 relative to the program's folder.
 

@@ -113,9 +113,9 @@ class Deadline:
     def count_fitting(self, iter_num, evaluating_s):
         """Returns how many iterations fit into the remaining time, from iteration iter_num on; 1 if
         none fits. The time of the evaluation at the end is subtracted from the remaining time
-        first. Assumes that an iteration and an evaluation take as long as on average since the last
-        call of measure_from. If there was no evaluation since that call, assumes the time of
-        earlier evaluations, or 0 if there was none.
+        first. The times of an iteration and of an evaluation are the means since the last call of
+        measure_from. If there was no evaluation since that call, assumes the time of earlier
+        evaluations, or 0 if there was none.
 
         evaluating_s: the present RunLog.evaluating_s, the seconds of all evaluations so far. It is
         needed to separate the time of the evaluations from the time of the iterations."""

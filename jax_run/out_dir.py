@@ -128,9 +128,9 @@ class OutDir:
 
     def record_val_loss(self, iter_num, val_loss):
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
-        checkpoint and the checkpoint has no loss yet. With a loss, the checkpoint can be chosen as
-        the best. A checkpoint that was saved because of a signal has none. Adds nothing if the run
-        was resumed with other data, because the loss is then a loss of these data.
+        checkpoint and the checkpoint has no loss yet, because a signal stopped the run. With a
+        loss, the checkpoint can be chosen as the best. Adds nothing if the run was resumed with
+        other data, because val_loss is then not comparable with earlier losses.
 
         Call this method after each evaluation, when metrics.jsonl already has the evaluation. In a
         bucket, first uploads metrics.jsonl and the run's other changed files."""

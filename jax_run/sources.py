@@ -2,8 +2,10 @@
 data sets has only draw and count_passes):
 
     draw(numbers, rows)         returns a training batch: the sequences numbers[rows] of the stream
-    evaluation(n_rows, ...)     returns an Evaluation: which n_rows sequences every evaluation reads
-    read(places)                returns the batch of the sequences at these places in the files
+    evaluation(n_rows, ...)     chooses the n_rows sequences that are read whenever the model is
+                                evaluated; returns them as an Evaluation
+    read(places)                returns the batch of the sequences at these places in the files, as
+                                in Evaluation.places
     count_passes(n_sequences)   returns how many passes a run makes over the data if it draws
                                 n_sequences sequences
 
@@ -308,12 +310,12 @@ def find_starts(mask_x: np.ndarray) -> np.ndarray:
 
 def find_padding(mask: np.ndarray) -> np.ndarray:
     """Returns which tokens of packed rows are padding, bool [n_rows, T]. mask: the mask of the
-    rows, with the constant STARTS at the first token of each conversation and of the padding (see
+    rows. Its value is STARTS at the first token of each conversation and of the padding (see
     find_starts).
 
-    Only the last part of a row can be padding. This part begins at the row's last STARTS. It is
-    padding if none of its tokens counts in the loss, because each conversation has a token that
-    counts."""
+    Only the last part of a row can be padding. This part begins at the last position of the row
+    where the mask is STARTS. It is padding if none of its tokens counts in the loss, because each
+    conversation has a token that counts."""
     last_start = find_starts(mask)[:, -1:]
     is_last = np.arange(mask.shape[1]) >= last_start
     has_counts = (is_last & (mask == COUNTS)).any(1, keepdims=True)

@@ -49,9 +49,9 @@ class Told(NamedTuple):
         """Adds a line of the journal to the Counters. read_examples writes the journal, with one
         line for each row of the input file.
 
-        row: the line, {name of a Counter: list of texts}. Each text adds 1 to its count in this
-        Counter. For example, {'forms': ['"prompt" and "completion"'], 'columns': ['id', 'date']}
-        adds 1 to one count in `forms`, and 1 to each of two counts in `columns`."""
+        row: the content of the line, {name of a Counter: list of texts}. Each text adds 1 to its
+        count in this Counter. For example, {'forms': ['"prompt" and "completion"'], 'columns':
+        ['id', 'date']} adds 1 to one count in `forms`, and 1 to each of two counts in `columns`."""
         for name in self._fields:
             getattr(self, name).update(row.get(name, ()))
 
@@ -72,8 +72,8 @@ class Read(NamedTuple):
 
 def read_examples(path, enc, vocabulary, folder, source):
     """Encodes the rows of a file. A row holds one conversation, or a pair of conversations. Returns
-    a Read. Leaves out a row if one of its conversations has no answer to learn (none counts in the
-    loss), or if the two answers of a pair are equal.
+    a Read. Leaves out a row if one of its conversations has no answer that counts in the loss, or
+    if the two answers of a pair are equal.
 
     Writes the tokens to files in `folder` while it reads, and a line in a journal for each row. If
     an earlier call with the same source was interrupted, continues after the rows in the journal.

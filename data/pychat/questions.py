@@ -243,8 +243,8 @@ class Maker:
 
     def make(self, split, n_invented):
         """Returns all conversations of a split, each a list of questions and answers, shuffled.
-        n_invented: the number of questions about invented names; a quarter as many follow-ups about
-        invented names come in addition."""
+        n_invented: the number of questions about invented names. In addition, there are
+        n_invented // 4 follow-ups about invented names."""
         n = N_FORMS if split == 'train' else 1
         made = [self.about(named, split) for named in self.names.values() for _ in range(n)]
         made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]

@@ -1,7 +1,7 @@
 """
 Tokenize a text, and save it as a data set. The tokenizer is GPT-2's BPE, unless --tokenizer names
-another one, such as that of a model to finetune. The text is Tiny Shakespeare by default. Or name
-texts of your own and a folder for them; each file is a document:
+another one, such as that of a model to finetune. The text is Tiny Shakespeare by default. For texts
+of your own, give their files and the folder for the data set. Each file is a document:
 $ python data/shakespeare/prepare.py mytext.txt --out_dir data/mytext
 $ python data/shakespeare/prepare.py one.txt two.txt --tokenizer=Qwen/Qwen3-0.6B --out_dir data/mytexts
 Saves train.bin and val.bin with the ids, meta.json that says how to read them, and a copy of the
