@@ -30,6 +30,8 @@ from jax_flags import (
     CONTROLS, Sampling, UserError, ceil_div, check_choice, check_ranges, shows_fields)
 from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
     convert_params_for_decoding, devices_of, order_columns_by_rank)
+from jax_ops.sampling import (  # noqa: F401, but for keep_largest: public here
+    NO_TOKEN, draw_of_candidates, find_candidates, keep_largest)
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import cross_entropy
 from jax_transformer import (
@@ -38,7 +40,6 @@ from jax_transformer import (
 SCORED_AT_ONCE = 1024  # positions whose logits are materialized at a time
 NGRAM = 3  # prompt lookup searches for the last tokens of a row, at most this many
 MAX_DRAFT = 16
-NO_TOKEN = np.iinfo(np.int32).max  # sampled in place of a token id if the logits are NaN
 
 # The KV cache may be in 8 bits if no head has a bias with a larger norm. With norms of 0, 20, 60
 # and 600, log-probabilities changed by 0.010, 0.019, 0.035 and 0.34 nats in int8, and by 0.06,
@@ -111,10 +112,41 @@ def stack_controls(rows: list[Controls | None]) -> Controls:
         known[0].n_vocab, stop_tokens=stop_tokens, is_greedy=is_greedy, **stacked)
 
 
-def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
+def draw(logits_BxV: Array, key_B: Array, controls: Controls,
+         candidate_BxC: Array | None = None) -> tuple[Array, Array]:
+    """Draws a token for each row. Returns (the logits that the token is drawn from, see
+    sampling_logits; the tokens, int32 [B]). candidate_BxC: see sample_token."""
+    logits_BxV = sampling_logits(logits_BxV, controls, candidate_BxC)
+    return logits_BxV, sample_token(logits_BxV, key_B, controls, candidate_BxC).astype(jnp.int32)
+
+
+def draw_on_cpu(logits_BxV: Array, key_B: Array, controls: Controls) -> tuple[Array, Array]:
+    """Computes the same as draw(), but looks for candidates first, if a control may exclude all
+    other tokens."""
+    candidate_BxC = None
+    narrowing = controls.top_k, controls.top_p, controls.min_p
+    if controls.temperature is not None and any(control is not None for control in narrowing):
+        candidate_BxC = find_candidates(shard(logits_BxV, None, None)[:, :controls.n_vocab], key_B)
+    return draw(logits_BxV, key_B, controls, candidate_BxC)
+
+
+def sample_token(logits_BxV: Array, key_B: Array, controls: Controls,
+                 candidate_BxC: Array | None = None) -> Array:
     """Returns one token id per row, [B]. The token of row b is drawn from the softmax of the row's
     logits, with the key key_B[b]. A greedy row gets its likeliest token, and a row of NaN gets
-    NO_TOKEN. logits_BxV: the result of sampling_logits, float32."""
+    NO_TOKEN. logits_BxV: the result of sampling_logits, float32. candidate_BxC: the result of
+    find_candidates; None computes the noise of all tokens."""
+    def draw_of_all():
+        return draw_by_noise(logits_BxV, key_B, controls)
+
+    if candidate_BxC is None:
+        return draw_of_all()
+    return draw_of_candidates(
+        logits_BxV, key_B, candidate_BxC, controls.is_greedy, otherwise=draw_of_all)
+
+
+def draw_by_noise(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
+    """Does the work of sample_token without candidates."""
     # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
     # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
     if controls.temperature is not None:
@@ -134,9 +166,11 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
     return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), NO_TOKEN).min(-1)
 
 
-def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
+def sampling_logits(logits_BxV: Array, controls: Controls,
+                    candidate_BxC: Array | None = None) -> Array:
     """Returns the logits that a token is drawn from, [B, n_vocab], after temperature, top_k, top_p
-    and min_p. Excluded tokens have -inf. Greedy sampling takes the largest of these logits."""
+    and min_p. Excluded tokens have -inf. Greedy sampling takes the largest of these logits.
+    candidate_BxC: see sample_token."""
     # all-gathered over the vocabulary
     logits_BxV = shard(logits_BxV, None, None)[:, :controls.n_vocab]
     if controls.temperature is None:
@@ -145,11 +179,12 @@ def sampling_logits(logits_BxV: Array, controls: Controls) -> Array:
     logits_BxV /= controls.temperature
     if controls.top_k is not None:
         logits_BxV = where_any(controls.top_k, lambda logits_BxV: keep_largest(
-            logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k), logits_BxV)
+            logits_BxV, jnp.ones_like(logits_BxV, jnp.int32), controls.top_k, candidate_BxC),
+            logits_BxV)
     # keep the likeliest until their probabilities reach top_p (arXiv:1904.09751)
     if controls.top_p is not None:
         logits_BxV = where_any(controls.top_p, lambda logits_BxV: keep_largest(
-            logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p), logits_BxV)
+            logits_BxV, jax.nn.softmax(logits_BxV), controls.top_p, candidate_BxC), logits_BxV)
     # keep those that are at least min_p times as likely as the likeliest (arXiv:2407.01082)
     if controls.min_p is not None:
         least_Bx1 = logits_BxV.max(-1, keepdims=True) + jnp.log(controls.min_p)
@@ -166,38 +201,6 @@ def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array)
     if np.ndim(control) == 0:
         return change(logits_BxV)
     return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
-
-
-def keep_largest(logits_BxV: Array, weight_BxV: Array, amount: Array) -> Array:
-    """Keeps the largest logits of each row and sets all others to -inf.
-
-    Every token has a weight, weight_BxV: 1 for top-k, its probability for top-p. Going from the
-    largest logit down, tokens are kept until the weights of the kept tokens sum to at least
-    `amount` (k, or p). Tokens with the same logit as the last kept token are kept, too.
-
-    So each row has a threshold, the logit of the last token that is kept. A sort would find the
-    threshold, but is slow on XLA:CPU (docs/lab_log.md#sampling). Instead the threshold's 32 bits
-    are found one after the other, from the highest. For that, floats become unsigned integers in
-    the same order. Each bit is set in the threshold found so far, as a trial. The bit stays set if
-    the weights of all tokens at or above this trial threshold sum to at least `amount`."""
-    # integers in the order of the floats: the bits of a positive float grow with it, and get the
-    # highest bit; those of a negative float shrink when it grows, and are inverted
-    sign = jnp.uint32(1 << 31)
-    bits_BxV = jax.lax.bitcast_convert_type(logits_BxV, jnp.uint32)
-    order_BxV = jnp.where(bits_BxV >= sign, ~bits_BxV, bits_BxV | sign)
-
-    # the threshold: t is the largest integer so far that keeps enough weight, i its next lower bit
-    def find_bit(i, t_Bx1):
-        higher_Bx1 = t_Bx1 | (sign >> jnp.uint32(i))
-        weight_Bx1 = jnp.where(order_BxV >= higher_Bx1, weight_BxV, 0).sum(-1, keepdims=True)
-        return jnp.where(weight_Bx1 >= amount, higher_Bx1, t_Bx1)
-
-    t_Bx1 = jax.lax.fori_loop(0, 32, find_bit, jnp.zeros((len(logits_BxV), 1), jnp.uint32))
-    # back to a float; if all together weigh less than `amount` (rounding), t stays 0, whose float
-    # is NaN, and no logit is below NaN
-    least_bits_Bx1 = jnp.where(t_Bx1 >= sign, t_Bx1 ^ sign, ~t_Bx1)
-    least_Bx1 = jax.lax.bitcast_convert_type(least_bits_Bx1, jnp.float32)
-    return jnp.where(logits_BxV < least_Bx1, -jnp.inf, logits_BxV)
 
 
 # fold_in(key_B[b], number_B[b]) for each row b; it would take 1 ms if it were not compiled
@@ -257,8 +260,8 @@ def sample_and_append(state: DecodeState, logits_BxV: Array, active_B: Array,
         logits_BxV = where_any(controls.repetition_penalty - 1, penalize, logits_BxV)
     # the n-th token of a row is drawn by its own key, whatever else is in the batch
     key_B = fold_in_each(state.key_B, state.n_generated_B)
-    logits_BxV = sampling_logits(logits_BxV, controls)
-    token_B = sample_token(logits_BxV, key_B, controls).astype(jnp.int32)
+    logits_BxV, token_B = jax.lax.platform_dependent(
+        logits_BxV, key_B, controls, cpu=draw_on_cpu, default=draw)
     is_stop_B = (token_B[:, None] == jnp.array(controls.stop_tokens, jnp.int32)).any(-1)
 
     # append the token after the row's last one; a row that is not active does not change

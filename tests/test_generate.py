@@ -10,10 +10,12 @@ import pytest
 import jax_transformer
 import jax_generate
 from jax_devices.layout import setup_distributed_training
-from jax_flags import UserError
+from jax_flags import Sampling, UserError
 from jax_generate import (
-    Controls, PrefixCache, decode, generate, generate_stream, keep_largest, prefill_layer, sample_token, score)
+    Controls, PrefixCache, create_controls, decode, draw, draw_on_cpu, generate, generate_stream, prefill_layer,
+    sample_token, score, stack_controls)
 from jax_ops.decode_weights import convert_params_for_decoding
+from jax_ops.sampling import draw_of_candidates, find_candidates, keep_largest
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
 from jax_transformer import PAD, MoEConfig, Stream, init_cache, update_ring_cache, without_tables
@@ -22,6 +24,7 @@ from jax_run.speed import bytes_read_per_step, expected_experts
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 ROPE = dataclasses.replace(TINY, position='rope', norm='rms', bias=False)
+LARGE_VOCAB = dataclasses.replace(TINY, vocab_size=5000)
 RNG = jax.random.key(0)
 
 
@@ -450,6 +453,43 @@ def test_the_largest_logits_are_kept_as_a_sort_would(kind):
         least = np.where(np.cumsum(probs, -1) - probs < p, ordered, np.inf).min(-1, keepdims=True)
         np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(p)), np.where(x < least, -np.inf, x))
     np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
+
+
+def large_logits(seed, n_rows=3, n_vocab=5000):
+    """Logits of a vocabulary that has candidates, some rows with many ties, and a random key for each row."""
+    logits_BxV = (1 + seed % 4) * np.random.default_rng(seed).normal(size=(n_rows, n_vocab)).astype(np.float32)
+    return np.round(logits_BxV) if seed % 3 == 2 else logits_BxV, jax.random.split(jax.random.key(seed), n_rows)
+
+
+@pytest.mark.parametrize('options', [
+    {'top_k': 200}, {'top_k': 50, 'top_p': 0.9}, {'min_p': 0.2}, {'top_p': 0.5}, {'top_k': 1}, {'top_k': 256},
+    {'top_k': 3000}, {'top_k': 20, 'n_vocab': 4990}, {'temperature': 0}, 'batch'])
+def test_noise_of_the_candidates_alone_draws_the_tokens_that_noise_of_all_draws(options):
+    if options == 'batch':
+        rows = {'top_k': 200, 'temperature': 0.8}, {'temperature': 0}, {'top_p': 0.5, 'min_p': 0.1}
+        controls = stack_controls([create_controls(LARGE_VOCAB, Sampling(**row)) for row in rows])
+    else:
+        controls = create_controls(LARGE_VOCAB, Sampling(**options))
+    for seed in range(12):
+        logits_BxV, key_B = large_logits(seed)
+        for of_all, of_candidates in zip(jax.jit(draw)(logits_BxV, key_B, controls),
+                                         jax.jit(draw_on_cpu)(logits_BxV, key_B, controls)):
+            np.testing.assert_array_equal(of_candidates, of_all)
+
+
+def test_all_tokens_get_noise_only_if_one_that_is_no_candidate_may_be_drawn():
+    logits_BxV, key_B = large_logits(0)
+    candidate_BxC = find_candidates(logits_BxV, key_B)
+
+    def drawn(logits_BxV, is_greedy=None):
+        return draw_of_candidates(logits_BxV, key_B, candidate_BxC, is_greedy, otherwise=lambda: jnp.full(3, -7))
+
+    kept_BxV = keep_largest(logits_BxV, jnp.ones(logits_BxV.shape, jnp.int32), 255, candidate_BxC)
+    assert (drawn(kept_BxV) >= 0).all()
+    assert (drawn(logits_BxV) == -7).all()
+    np.testing.assert_array_equal(drawn(logits_BxV, np.ones((3, 1), bool)), logits_BxV.argmax(-1))
+    assert find_candidates(logits_BxV[:, :4000], key_B) is None  # a small vocabulary
+    assert find_candidates(logits_BxV, jax.random.split(jax.random.key(0, impl='rbg'), 3)) is None
 
 
 @pytest.mark.slow
