@@ -566,9 +566,9 @@ def check_needs(script, flags, given):
     """Raises UserError for a flag in `given` that nothing reads, because its condition in NEEDS is
     not met. Example: --lora_alpha=8 alone, because lora_alpha is read only if lora_rank is above 0.
 
-    Two kinds of such flags are accepted. A flag may have a value that means off (0, '', False). Or
-    the user has also given the flag that the condition asks for, with any value: --lora_rank=0
-    --lora_alpha=8 is accepted.
+    Such a flag is accepted in two cases: its value means off (0, '', False), or the user has also
+    given the flag that its condition tests, with any value. An example of the second case is
+    --lora_rank=0 --lora_alpha=8.
 
     flags: {name: value} of all flags, and of facts that the script knows. given: the flags that the
     user gave."""
@@ -883,8 +883,8 @@ def require_package(name):
 
 
 def is_own_module(name):
-    """Returns whether a module belongs to this project. If a module of this project cannot be
-    imported, there is a bug, not a missing package."""
+    """Returns whether a module belongs to this project. Tells a bug (our own module cannot be
+    imported) from a package that is not installed."""
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 

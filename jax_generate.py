@@ -414,11 +414,12 @@ def step_cached(params: dict, state: DecodeState, active_B: Array, config: GPTCo
 
 def step_speculative(params: dict, state: DecodeState, room_B: Array, config: GPTConfig,
                      controls: Controls, n_draft: int) -> DecodeState:
-    """Decodes 1 to 1 + n_draft tokens per row, but at most room_B[b] (speculative decoding). One
-    forward pass reads the last token and the drafts. A draft is accepted if it equals the token
+    """Decodes from 1 to n_draft + 1 tokens in each row, but at most room_B (speculative decoding).
+
+    One forward pass reads the last token and the drafts. A draft is accepted if it equals the token
     that the model samples at its position. At the first draft that differs, the row gets the
     sampled token instead, and its step ends. So the tokens are the same as with n_draft=0, in fewer
-    steps. (The paper, arXiv:2211.17192, accepts a draft with a probability. This keeps the
+    steps. (The paper, arXiv:2211.17192, accepts a draft with a probability. Its rule keeps the
     distribution of the tokens, but not the tokens.)"""
     # the drafts: the tokens that followed the row's last tokens earlier in the row
     active_B = room_B > 0

@@ -10,9 +10,9 @@ Llama's.
 From these two parts, family_tensor_maps makes a table {parameter path: [TensorMap]}.
 
 Loading and saving use the same table. Saving writes the original config.json back. SAVED_AS lists
-the families that are saved under another name. A GGUF file of a family needs a row in ARCHITECTURES
-of jax_hub/gguf_files.py. If matrices have their rows in another order in the GGUF file, it also
-needs a row 'gguf FAMILY' in NAMINGS."""
+the families that are saved under another name. To be saved as GGUF, a family needs an entry in
+ARCHITECTURES of jax_hub/gguf_files.py. If GGUF orders the rows of some matrices in another way, the
+family also needs an entry in NAMINGS, with 'gguf ' before its name."""
 import contextlib
 import dataclasses
 import functools
@@ -688,8 +688,9 @@ def fused_mlp_tensor_map(block, module, shape):
 
 
 def family_tensor_maps(config, family, prefix=''):
-    """Returns {path: [TensorMap]} for a family: a model_type of Hugging Face, 'nanogpt', or 'gguf
-    FAMILY'. prefix: the beginning of GPT-2's names."""
+    """Returns the table of a family, {path of a parameter: [TensorMap]}. family: a model_type of
+    Hugging Face, 'nanogpt', or 'gguf ' and the model_type (for a GGUF file). prefix: for GPT-2, the
+    beginning of the names of all tensors, such as 'transformer.'."""
     if family in ('gpt2', 'nanogpt', 'gguf gpt2'):
         return gpt2_tensor_maps(config, transpose=family != 'gpt2', prefix=prefix)
     return llama_tensor_maps(config, NAMINGS.get(family, Naming()))

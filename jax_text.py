@@ -696,9 +696,9 @@ class Generation:
         """Returns the number of tokens to generate in the next chunk. After each chunk, read_texts
         decodes the new tokens and searches the texts for stop texts.
 
-        With streaming, the chunk is 1 token as long as every step has taken at least SLOW_TOKEN
-        seconds, and STREAM_CHUNK tokens after the first faster step. Several processes have
-        different clocks, and always use STREAM_CHUNK.
+        With streaming, chunks have 1 token until a step takes less than SLOW_TOKEN seconds. From
+        then on they have STREAM_CHUNK tokens. With several processes they always have STREAM_CHUNK
+        tokens, because the clocks of the processes differ.
         Without streaming, the chunk is max_new_tokens if no stop texts must be searched for.
         Otherwise it is STOP_CHUNK or an eighth of the tokens generated so far, whichever is more.
         This bounds both the tokens after the stop text and the number of searches in a long

@@ -734,8 +734,8 @@ def scatter_to_slots(cache_BxGxS: Array, x_BxTxG: Array, slot_BxT: Array) -> Arr
     - Each head is indexed, too. Otherwise XLA:TPU stores the cache with heads next to K, and copies
       all of it before and after a loop of decoding.
     - XLA:CPU turns a scatter to a single slot into an update, fuses this update into every reader,
-      and so copies the cache. Therefore the vector is written a second time, to a slot out of
-      range: a scatter to two slots stays a scatter."""
+      and so copies the cache. Therefore, if there is only one slot, x is also written to a second
+      slot, which is out of range: a scatter to two slots stays a scatter."""
     x_BxTxG = x_BxTxG.astype(held_dtype(cache_BxGxS))
     x_BxTxG = jax.lax.bitcast_convert_type(x_BxTxG, cache_BxGxS.dtype)
     if slot_BxT.size == 1:
@@ -1049,9 +1049,9 @@ def rope_table(config: GPTConfig, layer_type: str, head_width: int,
 
 def apply_rope(x_BxTxHxK: Array, table: list[Array]) -> Array:
     """Rotates the pairs (x_j, x_{j + K/2}) of each head by position * frequency_j (RoPE,
-    arXiv:2104.09864), in float32. If config.rope_width is set, rope_width takes the place of K:
-    only the first rope_width channels form pairs, and the other channels are unchanged. table: the
-    result of rope_table."""
+    arXiv:2104.09864), in float32. table: the result of rope_table. If the table was made with
+    config.rope_width, rope_width takes the place of K: only the first rope_width channels form
+    pairs, and the other channels are unchanged."""
     cos, sin = table
     rotated, rest = jnp.split(x_BxTxHxK, [2 * cos.shape[-1]], axis=-1)
     a, b = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)

@@ -113,9 +113,9 @@ class Batch:
     """A batch that decodes the rows of several answers together.
 
     n_rows: the number of rows that each step computes, even if fewer are being decoded. At most
-    n_rows rows can then be decoded together. A row then gets the same bits, no matter how many
-    other rows are decoded with it, as long as attention reads the same number of slots of the KV
-    cache.
+    n_rows rows can then be decoded together. The logits of a row then have the same bits, no matter
+    how many other rows are decoded with it, as long as attention reads the same number of slots of
+    the KV cache.
     With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
     two. When rows leave, the batch does not shrink at once, because its whole state must be copied
     for this. Until it shrinks, a step computes up to twice as many rows as the remaining rows need.
@@ -373,8 +373,8 @@ def take_row(cache, place):
 @functools.partial(jax.jit, donate_argnames='state')
 def put_row(state, row, place):
     """Copies `row`, a DecodeState of one row, into the DecodeState `state` at row index `place`.
-    Returns the new state. `row` may have fewer columns and slots than `state`; zeros fill the rest.
-    `state` is donated."""
+    Returns the new state. The arrays of `row` may be shorter than those of `state` (fewer tokens,
+    fewer slots of the KV cache); zeros fill the rest. `state` is donated."""
     def put(x_B, x_1):
         if x_B.ndim == 0:  # counts of all steps
             return x_B

@@ -381,9 +381,9 @@ class Server(ThreadingHTTPServer):
         under way have ended.
 
         One call of the model decodes a chunk for all answers of the shared batch. So when an answer
-        has its turn, its chunk may have been decoded already. If not, a chunk is decoded. Before
-        that, the answers to waiting requests begin, at the front of the queue. So a new request
-        waits for at most one chunk."""
+        has its turn, its chunk may have been decoded already. If not, the server first begins the
+        answers to waiting requests, puts them at the front of the queue, and then decodes a chunk.
+        So a new request waits for at most one chunk."""
         jobs = collections.deque()  # those with an answer under way
         n_ended = 0  # answers that ended since others could begin
         while jobs or not self.is_ending:
@@ -711,8 +711,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def parse_request(self):
         """Parses the first line and the headers of a request, and returns whether they are valid,
-        as the base class does. Also changes how long the connection may be without a byte, from
-        SILENCE to PATIENCE seconds: this method is called when the first line has come."""
+        as the base class does. Also sets the time limit of the connection to PATIENCE seconds
+        without a byte. Before the first line has come, the limit is SILENCE."""
         self.connection.settimeout(PATIENCE)
         return super().parse_request()
 

@@ -321,10 +321,10 @@ def encode_training_chat(tokenizer, chat, counted=None):
 
 
 def bytes_of_spans(text, starts, ends):
-    """Returns the number of UTF-8 bytes of each of n spans of a text, int64 [n]. starts, ends:
-    where the spans start and end, int64 [n], in characters and in order. Spans can share a
-    character, because a token can be a part of a character's bytes. All bytes of this character
-    count for the first span."""
+    """Returns the number of UTF-8 bytes of each of n spans of a text, int64 [n]. The spans are
+    those of tokens. starts, ends: the characters at which the spans start and end, int64 [n],
+    ascending. Several spans may have the same character, because a token can be a part of a
+    character's bytes. All bytes of this character then count for the first of these spans."""
     codes = np.frombuffer(text.encode('utf-32-le'), np.uint32)
     sizes = 1 + sum((codes >= first).astype(np.int64) for first in (0x80, 0x800, 0x10000))
     reached = np.concatenate([[0], np.cumsum(sizes)])  # bytes before each character
@@ -426,8 +426,8 @@ def find_answer(tokenizer, chat, i, text):
 
 
 def ends_alike(request, before, question):
-    """Returns whether two renderings of the messages before an answer are equal from the text of
-    the question to their end. Returns False if the question has no text.
+    """Compares two renderings of the messages before an answer. Returns whether both texts are
+    equal from the question on. Returns False if the question has no text.
 
     request: the rendering of these messages alone, with the generation prompt. before: the
     rendering of the complete conversation, cut where the answer begins. question: the last message
@@ -530,7 +530,7 @@ class Part(NamedTuple):
 
 
 def parts_of(message):
-    """For each Part of a message, yields its fields (kind, key, value). The Part's other field is
+    """Yields (kind, key, value) for each Part of a message. The caller adds the Part's first field,
     the index of the message."""
     content = message.get('content')
     if not isinstance(content, str):
@@ -623,8 +623,8 @@ def find_end(answer, text, specials, stop_tokens):
 
 def find_next_end(tokenizer, chat, behind):
     """Returns the ids of the stop token that a template writes between an answer and the next
-    message. Some templates write no other token at the end of an answer. The last answer of a Chat
-    then lacks a stop token, which the model must learn in order to stop.
+    message. If the template writes it only there, the last answer of a Chat has no stop token. But
+    the model must learn it in order to stop.
 
     To find the token, renders the conversation with one more message. In the result, the answer is
     followed by the text `behind`, and then by the stop token. If the template writes spaces in

@@ -431,9 +431,9 @@ def longrope(rope, factor, length):
     right for texts up to the context length of pretraining. The arguments are those of the function
     linear() in this file.
 
-    Longer texts are not supported: rope_fields limits block_size to this length. LongRoPE uses
-    other factors at all positions of a longer text, so the keys that a KV cache already holds would
-    have to be computed again."""
+    Longer texts are not supported: rope_fields limits block_size to the context length of
+    pretraining. LongRoPE uses other factors at all positions of a longer text, so the keys that a
+    KV cache already holds would have to be computed again."""
     amplitude = rope.get('attention_factor')
     if amplitude is None:
         amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))

@@ -1,12 +1,12 @@
 """Dropout masks that do not depend on the number of devices, micro-batches or tiles.
 
 Whether an element is dropped depends on the key of its sequence, and on the element's index in the
-whole array of the sequence. dropout_keys makes the key from the seed, the layer and seq_id, the
-number of the sequence in the run (make_batch in train_jax.py). On several devices, a sequence has
-the same key as on one device, and each element has the same index. Most indices come from
-flat_index, which XLA shards together with the array. Chunked attention computes its probabilities
-in tiles. For each element of a tile, count_probs (fused_attention.py) computes the index in the
-whole array."""
+whole array of the sequence. dropout_keys makes the key from the seed, the layer and seq_id. (seq_id
+is the number of the sequence in the run, see make_batch in train_jax.py.) On several devices, a
+sequence has the same key as on one device, and each element has the same index. Most indices come
+from flat_index, which XLA shards together with the array. Chunked attention computes its
+probabilities in tiles. For each element of a tile, count_probs (fused_attention.py) computes the
+index in the whole array."""
 import jax
 import jax.numpy as jnp
 

@@ -246,9 +246,10 @@ def first_key_of(position, scores, start_BxT=None):
 
 
 class Sequence(NamedTuple):
-    """Queries, keys and values of one sequence, with the axis of heads first. Or of a whole batch:
-    then each array also has a batch axis, in front. The Q = H / G query heads of a group are folded
-    into the time axis, as in dot_product_attention."""
+    """Holds the queries, keys and values of one sequence. The first axis of each array is the
+    heads. A Sequence may also hold a whole batch; each array then has a batch axis before the
+    heads. The Q = H / G query heads of a group are folded into the time axis, as in
+    dot_product_attention."""
     q_GxTQxK: jax.Array
     k_GxSxK: jax.Array
     v_GxSxK: jax.Array

@@ -195,9 +195,9 @@ class Kernel:
 
     def in_rank_order(self, dtype, widths):
         """Returns the kernel with its columns grouped by the ranks of tensor parallelism, as
-        order_by_rank groups them. Here the columns are stored in this order, so the kernel is
-        returned unchanged; Plain orders them. widths: the number of columns of each projection,
-        such as q, k and v. dtype: see Plain.in_rank_order."""
+        order_by_rank groups them. By default, returns the kernel unchanged, because its columns
+        have this order already; Plain overrides this method. widths: the number of columns of each
+        projection, such as q, k and v. dtype: see Plain.in_rank_order."""
         return self
 
     def fused_linear(self, x, bias, widths):
@@ -226,10 +226,10 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """Returns whether choose() can be used for n_rows rows of x. Call this method only if the
-        kernel is a stack of matrices [E, I, O], for example of E experts. choose() then returns a
-        Chosen, which multiplies each row of x by its own matrix of the stack, for example the
-        matrix of the row's expert. The base class returns False."""
+        """Returns whether choose() can be used for n_rows rows of x; False in the base class.
+        can_be_chosen may be called only if the kernel is a stack of matrices [E, I, O], for example
+        of E experts. choose() returns a Chosen, which multiplies each row of x by its own matrix of
+        the stack, for example the matrix of the row's expert."""
         return False
 
 

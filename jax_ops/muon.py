@@ -93,7 +93,8 @@ def even_polynomial(gram_MxIxI, coefficients):
     has the same singular vectors as x, and the singular value a s + b s^3 + c s^5 + d s^7 + e s^9
     for each singular value s of x.
 
-    coefficients: (a, b, c, d, e), an element of POLAR_EXPRESS. If c is 0, d and e are ignored."""
+    coefficients: (a, b, c, d, e), an element of POLAR_EXPRESS. If c is 0, d and e must be 0, too:
+    p is then a I + b g, which takes no matmuls."""
     a, b, c, d, e = coefficients
     result_MxIxI = a * jnp.eye(gram_MxIxI.shape[-1]) + b * gram_MxIxI
     if c:

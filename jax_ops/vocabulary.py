@@ -150,8 +150,8 @@ class VocabParallel(nn.Module):
       mesh, the table and the result are sharded on this mesh. The parameter `weight` is the full
       table.
     - With tp_size > 1, in custom code (docs/parallelism.md#a-sharded-vocabulary-of-your-own),
-      calling the layer computes only what rank tp_rank contributes. The field tp_rank gives the
-      rank, and not the device of the call. An embedding is zero for ids of other ranks, and the sum
+      calling the layer computes only what rank tp_rank contributes. The rank is this field, on
+      whatever device the call runs. An embedding is zero for ids of other ranks, and the sum
       over all ranks is the full embedding. An LM head gives the logits of this rank's ids only.
       Rank r has the n_rows ids from r * n_rows on, where n_rows = ceil(num_embeddings / tp_size).
       The parameter `weight` is this rank's rows of the table, [n_rows, embedding_dim], as
@@ -170,7 +170,7 @@ class VocabParallel(nn.Module):
 
     @property
     def n_rows(self) -> int:
-        """Returns the number of rows of a rank."""
+        """Returns how many rows of the table a rank has."""
         return ceil_div(self.num_embeddings, self.tp_size)
 
     def load_weight_shard(self, full: Array | np.ndarray) -> Array:

@@ -273,9 +273,9 @@ class BucketRun:
         return epath.Path(self.folder.url) / 'ckpt'
 
     def make_checkpoints(self):
-        """Makes no folder, because a bucket has no folders. Returns None, Orbax's option
-        atomicity_options. With None, Orbax marks a checkpoint in a bucket as complete in its
-        default way: it writes an object COMMITTED into the checkpoint."""
+        """Makes no folder, because a bucket has no folders. Returns the value of Orbax's option
+        atomicity_options: None, with which Orbax marks a complete checkpoint in a bucket in its
+        default way, by an object COMMITTED in the checkpoint."""
 
     def shown(self, text):
         return str(text).replace(str(self.files), self.folder.url)

@@ -134,8 +134,8 @@ class DiskRun:
 
     def differs(self, step, name, expected):
         """Returns whether the file `name` in the checkpoint folder `step` is missing or has
-        changed. expected: the file's entry in checksums.json, which is [size, CRC-32C] if the
-        checkpoint was written in a bucket, else a CRC-32."""
+        changed. expected: the file's entry in checksums.json: a CRC-32, or [size, CRC-32C] if the
+        checkpoint was written to a bucket and then copied to this disk."""
         path = step / name
         if not path.is_file():
             return True
@@ -228,9 +228,10 @@ def quiet_orbax():
 
 
 def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the checkpoint that is being saved. It has all
-    its files, but still Orbax's temporary name (UNFINISHED). Then waits until the checkpoint's
-    files and metrics.jsonl are on the disk. folder: the folder of all checkpoints of the run.
+    """Writes checksums.json, {file: CRC-32}, into the checkpoint that is being saved. This
+    checkpoint has all its files, but its folder still has Orbax's temporary name (UNFINISHED). Then
+    waits until the checkpoint's files and metrics.jsonl are on the disk. folder: the parent folder,
+    with all checkpoints of the run.
 
     Orbax calls this function in one process, before it renames the checkpoint, and drops the
     checkpoint if this function raises an exception."""
@@ -560,7 +561,7 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
     """Returns the metadata of checkpoint `step`, an iteration. run: a DiskRun or BucketRun. items:
     the folders of the checkpoint that must be intact, some of ITEMS. is_checked: whether the
     checksums of these folders are compared. Raises UserError if one of these folders is damaged, or
-    if this program has not written the checkpoint."""
+    if the checkpoint was written by another program than train_jax.py."""
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
     # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.

@@ -165,10 +165,11 @@ def load_dataset_meta(data_dir):
 
 
 def byte_scale(meta, split):
-    """Returns the number of bytes of a split's text, divided by the number of bytes that the
-    split's tokens stand for (meta['bytes'] and meta['token_bytes']). The quotient is below 1 if the
-    tokenizer puts a space before each text. meta: what load_dataset_meta returns. split: 'train' or
-    'val'. If `meta` lacks these numbers, as in older data sets, returns 1."""
+    """Returns the factor from bytes of tokens to bytes of text, for the metric "bits per byte":
+    meta['bytes'], the bytes of a split's text, divided by meta['token_bytes'], the bytes that its
+    tokens stand for. The factor is below 1 if the tokenizer puts a space before each text. If
+    `meta` lacks these numbers, as in older data sets, returns 1. meta: what load_dataset_meta
+    returns. split: 'train' or 'val'."""
     if meta['bytes'] is None or not (meta['token_bytes'] or {}).get(split):
         return 1
     return meta['bytes'][split] / meta['token_bytes'][split]

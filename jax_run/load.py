@@ -1,5 +1,6 @@
-"""Loads the weights of a run of train_jax.py. For a LoRA run, either LoRA's updates are merged into
-the base model, or the base model is loaded alone, frozen for training."""
+"""Loads the weights of a run of train_jax.py. For a LoRA run there are two ways. To use the model,
+LoRA's updates are merged into the base model. To go on training, only the base model is loaded
+here, and it stays as it is."""
 import os
 
 import jax

@@ -132,7 +132,7 @@ def flags_of(run):
 def flatten(manifest):
     """Returns {description: value} of what all processes must have in common (data, source files,
     versions and so on), so that a message can name what differs. Leaves out the names of the data
-    sets, because each process may have its own folders."""
+    sets: they are paths, which may differ between processes."""
     values = {}
     for i, one in enumerate(manifest['data']):
         number = f' of data set {i}' if len(manifest['data']) > 1 else ''
@@ -222,7 +222,7 @@ def find_changed(known, now):
 def list_changes(changed, there):
     """Returns a list of lines such as 'version jax: 0.9 in the run, 0.10 here', one for each
     difference in `changed` except differences of devices. changed: what find_changed returns.
-    there: where the earlier manifest is from, as 'the run'."""
+    there: what the lines call the place of the earlier manifest, for example 'the run'."""
     return [f'{shown}{name}: {before or "none"} in {there}, {after or "none"} here'
             for part, shown in (('sources', 'source '), ('versions', 'version '),
                                 ('settings', 'setting '), ('flags', 'flag '), ('chosen', ''))
@@ -231,8 +231,8 @@ def list_changes(changed, there):
 
 def say_what_differs(changed):
     """Prints a line on the versions, settings and kind of device that differ between a resumed run
-    and the same run before the resume. Prints nothing if none of them differs. After such a
-    difference, the results may not be equal bit for bit to those of a run without it. changed: what
+    and the same run before the resume. Prints nothing if none of them differs. With such a
+    difference, the run may get other bits than a run in which nothing has changed. changed: what
     find_changed returns."""
     changes = []
     for part in ('versions', 'settings', 'devices'):

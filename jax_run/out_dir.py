@@ -209,8 +209,8 @@ class OutDir:
 
 
 def say_what_is_counted(earlier, now):
-    """Prints a line if the "bits per byte" of a resumed run divide by other bytes than before. This
-    can happen if the data set was prepared again between the two runs.
+    """Prints a line if a resumed run counts other bytes than before for the metric "bits per byte".
+    This can happen if the data set was prepared again before the resume.
 
     earlier, now: what the metric counted before and what it counts now, each a value of
     Data.bpb_bytes. 'tokens': the bytes that the tokens stand for. 'text': the bytes of the text."""

@@ -13,8 +13,8 @@ WITHOUT_EFFECT = {
 
 
 def digest_flags(flags, title, prompts):
-    """Returns a digest of what the texts depend on: the flags, the title of the model, and the ids
-    of the prompts."""
+    """Returns a digest of what the samples depend on: the flags, the title of the model, and the
+    ids of the prompts. A file of samples with another digest is not continued."""
     values = {name: value for name, value in flags.items() if name not in WITHOUT_EFFECT}
     content = json.dumps([values, title, prompts], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]

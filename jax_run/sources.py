@@ -253,9 +253,9 @@ class Windows:
 class Rows(Windows):
     """A split that was prepared in rows of block_size + 1 tokens, each read as a whole.
 
-    tokens and mask: [n_rows, block_size + 1]. If there is a mask, the rows are packed
-    conversations, several in a row. Batches then have the entries 'weight', 'start' and 'padding'
-    (see read_mask)."""
+    tokens and mask: [n_rows, block_size + 1]. If there is a mask, each row has several
+    conversations, one after the other (packed rows). Batches then have the entries 'weight',
+    'start' and 'padding' (see read_mask)."""
 
     @property
     def is_packed(self) -> bool:

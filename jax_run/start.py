@@ -489,8 +489,8 @@ def check_removed_flags(out_dir, saved):
 
 
 def schedule_from_flags(flags, iter_num):
-    """Makes the learning rate Schedule of iteration iter_num from the flags. The Schedule depends
-    on the iteration only if --minutes moved the end of the schedule while the run trained, see
+    """Makes the learning rate Schedule that applies at iteration iter_num. It is the same for all
+    iterations, unless --minutes moved the end of the schedule while the run trained, see
     schedule_end. Raises UserError if the flags are not valid."""
     return create_learning_rate_schedule(
         flags['learning_rate'], decay_lr=flags['decay_lr'], warmup_iters=flags['warmup_iters'],

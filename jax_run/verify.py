@@ -51,8 +51,8 @@ class Found(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """The two values of a metric that differ: one is in the log, the other is of the repeated
-    training."""
+    """A difference in a metric: the value in the log, and the other value that the repeated
+    training gave."""
     iter: int
     name: str
     value: float  # of the repeated training

@@ -99,8 +99,8 @@ def cpu_model():
 
 
 def print_row(row):
-    """Prints a Markdown table of machines that has one row: the head of the table, then the row of
-    this machine. row: the dict that main makes, and that --save writes to a file."""
+    """Prints the head of the Markdown table of machines, and below it this machine's row. row: the
+    dict that main makes, and that --save writes to a file."""
     n_iters = [one['iterations'] for one in row['seeds']]
     bits = [one['bits_per_byte'] for one in row['seeds']]
     print('| machine | cores | device | jax | iterations | bits per byte: median, range | flags |')
@@ -111,11 +111,10 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Repeats the runs of a row of the table of machines (docs/lab_log.md#five-minutes), one run
-    for each seed. Compares the results with those in the row. row: the content of the file that
-    --save has written. flags: further flags of train_jax.py, such as --device. has_all: whether to
-    train all iterations of each run; otherwise trains the first N_CHECKED, or all if a run has
-    fewer.
+    """Repeats the runs of a machine, one for each seed, and compares the results with those in
+    `row`. row: the content of the file that --save has written on that machine. flags: further
+    flags of train_jax.py, such as --device. has_all: whether to train all iterations of each run;
+    otherwise trains the first N_CHECKED, or all if a run has fewer.
 
     Prints what has changed since the row was made, and a line for each seed. Returns the exit code:
     0 if all results agree, else 1. Raises UserError if the data differ."""

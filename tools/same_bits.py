@@ -154,8 +154,9 @@ def files(folder):
 
 
 def samples(tree, *args):
-    """Generates two samples with a Tree's sample_jax.py. Returns {name: value} of the samples, and
-    of what sample_jax.py writes beside each sample. args: further flags of sample_jax.py."""
+    """Generates two samples with a Tree's sample_jax.py. Returns {name: value}, the values that
+    sample_jax.py writes for each sample, such as its text. args: further flags of
+    sample_jax.py."""
     path = tree.work / 'samples.jsonl'
     path.unlink(missing_ok=True)  # sample_jax.py refuses a file of other flags
     tree.run('sample_jax.py', '--device=cpu', f'--output={path}', '--num_samples=2',

@@ -58,8 +58,8 @@ def first_sentence(doc):
 
 
 def is_signature(text):
-    """Returns whether a text shows how something is called: "sleep(seconds)", "max(a, b) ->
-    value"."""
+    """Returns whether a text is the signature of a function, such as "sleep(seconds)" or "max(a, b)
+    -> value"."""
     return '->' in text or re.match(r'[\w.]+\(|>>>', text) is not None
 
 

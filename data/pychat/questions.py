@@ -176,8 +176,8 @@ class Maker:
         return [self.ask(HOLDS, split, parent), f'{parent} has {", ".join(shown)}{more}.']
 
     def small_talk(self, split):
-        """Returns a random conversation: a greeting, a question who the model is, thanks, or a
-        question that has nothing to do with the library."""
+        """Returns a random conversation of one of four kinds: a greeting, thanks, a question about
+        the model itself, or a question that has nothing to do with the library."""
         kind = self.random.randrange(4)
         if kind == 0:
             return [self.ask(HELLO, split, ''), f'Hello! Ask me about a name in {self.library}, '
