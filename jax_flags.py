@@ -883,8 +883,8 @@ def require_package(name):
 
 
 def is_own_module(name):
-    """Returns whether a module belongs to this project. Tells a bug (our own module cannot be
-    imported) from a package that is not installed."""
+    """Returns whether a module belongs to this project. If such a module cannot be imported, that is
+    a bug of ours; otherwise a package is not installed."""
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 

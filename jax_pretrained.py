@@ -306,11 +306,11 @@ NOT_SAVED = ('quantization_config', 'auto_map', 'torch_dtype')
 
 
 def read_config_json_of(config, path):
-    """Returns the content of the config.json at `path`, for saving GPT(config) with it. A few keys
-    are changed or removed. For example, if the file describes a model that also reads images, the
-    keys of the language model are kept and the keys of the vision model are removed. GPT-2's number
-    of positions becomes config.block_size. Raises UserError if the file does not describe the model
-    GPT(config)."""
+    """Returns the config.json to save beside the weights of GPT(config): the content of the file at
+    `path`, with a few keys changed or removed. For example, if the file describes a model that also
+    reads images, the keys of the language model are kept and the keys of the vision model are
+    removed. GPT-2's number of positions becomes config.block_size. Raises UserError if the file
+    does not describe the model GPT(config)."""
     hf = read_json(path)
     read_config(hf, path)
     family = hf['model_type']

@@ -50,11 +50,11 @@ class Row:
         self.n_read = 0  # new tokens that the caller has seen
 
     def advance(self, n_new):
-        """Returns the GenerationResult of the row so far. First decodes more tokens (see
-        Batch.advance), unless the row has tokens that this method has not returned yet: a call for
-        another row may have decoded them. n_new: the largest number of tokens to decode, if the row
-        is decoded by its own Decoder. n_new has no effect if the row is decoded together with other
-        rows, a chunk at a time."""
+        """Decodes more tokens and returns the GenerationResult of the row so far (see
+        Batch.advance). Rows that share a Decoder are decoded together, so the call for one row may
+        also have decoded tokens of this row. If there are such tokens, decodes nothing and returns
+        them. n_new: the largest number of tokens to decode, for a row that has its own Decoder;
+        rows that share a Decoder always decode one chunk."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated

@@ -236,8 +236,9 @@ def halves_of_outputs(w):
 
 
 def join_halves(halves, O):
-    """Undoes halves_of_outputs on the results of a matmul. halves: two arrays [..., ceil(O / 2)].
-    Returns [..., O], with the middle output once if O is odd."""
+    """Joins the results of a matmul with each of the two arrays of halves_of_outputs. halves: two
+    arrays [..., ceil(O / 2)]. Returns [..., O]. If O is odd, both halves contain the middle output,
+    and the result has it once."""
     first, second = halves
     return jnp.concatenate([first, second[..., O % 2:]], axis=-1)
 

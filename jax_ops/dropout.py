@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 
 def dropout(module, x, call):
-    """Computes nn.Dropout of x [B, ...] in the flax module `module`, with the rate config.dropout.
-    call: a Call or None. Dropout is off, and x is returned unchanged, if the rate is 0, if `call`
-    is None, or if call.seq_id_B is None, as in evaluation."""
+    """Computes nn.Dropout of x [B, ...] in the flax module `module`, with the rate
+    module.config.dropout. call: a Call or None. Dropout is off, and x is returned unchanged, if the
+    rate is 0, if `call` is None, or if call.seq_id_B is None, as in evaluation."""
     key_B = dropout_keys(module, call)
     if key_B is None:
         return x

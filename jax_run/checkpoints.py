@@ -305,8 +305,8 @@ def find_damage(run, path, items=ITEMS):
 
 
 def is_run(source):
-    """Returns whether `source` is the out_dir of a run. In a bucket every `source` except a
-    checkpoint counts as a run, because pretrained models are not read from a bucket."""
+    """Returns whether `source` is the out_dir of a run. A gs:// URL is always that of a run or of one
+    of its checkpoints, because pretrained models are not read from a bucket."""
     if is_in_bucket('the run', source):
         return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()

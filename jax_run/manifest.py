@@ -82,9 +82,9 @@ def open_manifest(run, data, config):
     Raises UserError if the processes have different code, versions or data.
 
     In a resume, compares the data with the data of the checkpoint. If they differ, raises
-    UserError, unless the command line has both --init_from=resume and --dataset. That means that
-    the user wants other data, and the run then ignores the checkpoint's best validation loss (see
-    begins_anew)."""
+    UserError. There is one exception: a command line with both --init_from=resume and --dataset
+    shows that the user wants other data. The run then goes on, but ignores the checkpoint's best
+    validation loss (see begins_anew)."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
