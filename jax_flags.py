@@ -669,9 +669,9 @@ def check_flags(flags):
 
 @functools.cache
 def read_ends(text):
-    """Parses the flag earlier_ends: the iterations at which the learning rate schedule was planned
-    to end earlier in the run. (--minutes can change the planned end while a run trains.) Returns
-    {until: end}, in ascending order.
+    """Parses the flag earlier_ends, which lists former planned ends of the learning rate schedule.
+    (--minutes can change the planned end while a run trains.) Returns {until: end}, in ascending
+    order: before iteration `until`, the schedule was planned to end at iteration `end`.
 
     Example: '300:900,600:1000' gives {300: 900, 600: 1000}. Before iteration 300, the schedule was
     planned to end at iteration 900. From iteration 300 to 599, it was planned to end at 1000.
@@ -883,8 +883,8 @@ def require_package(name):
 
 
 def is_own_module(name):
-    """Returns whether a module belongs to this project. If such a module cannot be imported, that is
-    a bug of ours; otherwise a package is not installed."""
+    """Returns whether a module belongs to this project. If the import of such a module fails, that
+    is a bug of ours. If the import of any other module fails, a package is not installed."""
     return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
 
 

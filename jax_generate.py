@@ -121,8 +121,9 @@ def draw(logits_BxV: Array, key_B: Array, controls: Controls,
 
 
 def draw_on_cpu(logits_BxV: Array, key_B: Array, controls: Controls) -> tuple[Array, Array]:
-    """Computes the same as draw(), but looks for candidates first, if a control may exclude all
-    other tokens."""
+    """Computes the same as draw(), but faster on a CPU. If there is a control such as top_k, first
+    finds the likeliest tokens (find_candidates). If the control excludes all other tokens, random
+    noise is computed for the likeliest tokens only."""
     candidate_BxC = None
     narrowing = controls.top_k, controls.top_p, controls.min_p
     if controls.temperature is not None and any(control is not None for control in narrowing):

@@ -471,8 +471,8 @@ class TensorMap(NamedTuple):
     offset: float = 0.0  # added in float32
 
     def to_parameter(self, tensor):
-        """Returns the part of `tensor`, a tensor on disk, that is stored in
-        parameter[self.dst]."""
+        """Returns the values that belong into parameter[self.dst]. tensor: a tensor of a file of
+        weights, which contains these values."""
         x = tensor[self.src][self.rows]
         if self.offset:
             x = x.astype(np.float32) + self.offset

@@ -289,9 +289,10 @@ class TextModel:
         are generated at a time. When an answer ends, the next request starts.
 
         requests: texts, lists of chat messages, or dicts. A dict has 'prompt', a text or messages.
-        It may have 'first_sample', the number of the sample, which decides the random numbers, and
-        fields of TextSampling by name. The next request is read only when its answer can start. So
-        `requests` may be a generator that makes a request from answers that were yielded before.
+        It may also have fields of TextSampling by name, and 'first_sample': requests with the same
+        prompt but different values of 'first_sample' get different random numbers. The next request
+        is read only when its answer can start. So `requests` may be a generator that makes a
+        request from answers that were yielded before.
         sampling, changes: the values of options that a request does not set.
         If a request is a text, the answer's 'text' is the continuation that generate makes, without
         the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as

@@ -32,7 +32,7 @@ class Schedule(struct.PyTreeNode):
 
     XLA may round x / y differently if y is an argument than if y is a constant. Therefore
     create_learning_rate_schedule computes all quotients beforehand. Compiled code only multiplies
-    and adds, so the rate has the same bits in both cases."""
+    and adds, so the rate has the same bits as with constant fields."""
     peak: Any  # learning_rate
     first_less_peak: Any  # the first rate minus the peak
     peak_less_min: Any

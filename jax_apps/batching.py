@@ -40,8 +40,8 @@ class Row:
     """One row of a Batch. A Generation uses the Row as if it were a Decoder.
 
     The attribute `decoder` is the row's own Decoder. While the row has no place in the batch, this
-    Decoder has the row's whole state. While the row has a place, it has a copy of the state on the
-    host, without the cache."""
+    Decoder has the row's whole state. While the row has a place, this Decoder has only a copy of
+    the row's state on the host, without the KV cache."""
 
     def __init__(self, batch, decoder):
         self.batch = batch

@@ -376,14 +376,14 @@ class Server(ThreadingHTTPServer):
             self.server_close()
 
     def take_turns(self):
-        """Makes the answers in turns. In each turn, the first answer of a queue gets its next
+        """Makes the answers in turns. In each turn, the first answer of a queue takes its next
         chunk, and then goes to the end of the queue. Returns once stop() was called and the answers
         under way have ended.
 
-        One call of the model decodes a chunk for all answers of the shared batch. So when an answer
-        has its turn, its chunk may have been decoded already. If not, the server first begins the
-        answers to waiting requests, puts them at the front of the queue, and then decodes a chunk.
-        So a new request waits for at most one chunk."""
+        Answers are decoded together, in one Batch: one call of the model makes the next chunk of
+        all of them. If an answer's chunk is ready, the answer just takes it in its turn. If not,
+        the server starts the answers to waiting requests, at the front of the queue, and then
+        decodes the next chunk of all answers. Hence a new request waits for at most one chunk."""
         jobs = collections.deque()  # those with an answer under way
         n_ended = 0  # answers that ended since others could begin
         while jobs or not self.is_ending:

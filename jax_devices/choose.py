@@ -29,11 +29,11 @@ def choose_attention(attention, config, device, *, tensor=1, context=1, determin
     'auto' is the device's flash attention (cuDNN or splash), if that can compute this model.
     Otherwise 'auto' is chunked attention if context > 1 or block_size is at least CHUNKED_FROM,
     else plain XLA.
-    deterministic: whether a step has to give the same bits each time. If so, a GPU always gets
-    'xla', even for a long block_size and for the flag 'chunked'.
+    deterministic: whether a step has to give the same bits each time. If so, on a GPU the flag
+    'cudnn' is impossible, because cuDNN's attention is not deterministic. All other flags then give
+    'xla' on a GPU, even 'chunked', and even for a long block_size.
     packed: whether a row has several conversations (see GPT.loss).
-    Raises UserError for an unknown or impossible attention. On a GPU, the flag 'cudnn' is
-    impossible if `deterministic`, because cuDNN's attention is not deterministic."""
+    Raises UserError for an unknown or impossible attention."""
     check_choice('attention', attention, ('auto', *ATTENTION))
     if deterministic and device.platform == 'gpu':
         if attention == 'cudnn':

@@ -175,9 +175,10 @@ class Layout:
         In float16, the training step divides the loss scale by this number. The scaled losses of
         all devices then add up to the loss scale times the mean loss of all their sequences.
 
-        Each of N devices computes the mean loss of only 1 / N of the sequences. So the gradient of
-        a sequence is N times as large as in the mean over all sequences. Without the division,
-        these gradients would overflow float16 at a smaller loss scale than on one device."""
+        The reason for this division: each of N devices computes the mean loss of only 1 / N of the
+        sequences, so its gradients are N times as large as those of the mean over all sequences. If
+        the loss scale were not divided by N, the gradients would overflow float16 at a smaller loss
+        scale than on one device."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):
@@ -307,10 +308,10 @@ class Sharded(SeveralDevices):
 
         local: the shards of the batch that this process has, {number of the shard: array [*shape,
         *rest]}. shape: (micro-steps, sequences) of a shard, or (sequences,). The global array is
-        that of whole_batch, [micro-steps, n_data_shards * sequences, *rest] or [n_data_shards *
-        sequences, *rest]. index: for each axis of the global array, the slice that the device
-        holds. The number of the device's shard is start // sequences, where start is that of the
-        slice along the sequences (None means 0)."""
+        the result of whole_batch, [micro-steps, n_data_shards * sequences, *rest] or [n_data_shards
+        * sequences, *rest]. index: for each axis of the global array, the slice that the device
+        holds. If s is the slice of the axis of the sequences, the device's shard has the number
+        (s.start or 0) // sequences."""
         axis = len(shape) - 1  # of the sequences
         shard_number = (index[axis].start or 0) // shape[-1]
         return local[shard_number][..., *index[axis + 1:]]
@@ -401,7 +402,8 @@ def mean_shard(spec, grad):
 
 def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, tensor: int = 1,
                                expert: int = 1, context: int = 1, zero: int = 0) -> Layout:
-    """Returns the Layout of a model on these devices; the table at the top of the file says which.
+    """Chooses how a model is laid out on these devices, and returns this Layout. The table at the
+    top of the file lists the Layouts, and the sizes that lead to each.
 
     fsdp, tensor, expert, context: the sizes of the mesh's axes. zero: 0, 1 (ZeRO-1,
     arXiv:1910.02054) or 2 (ZeRO-2). Raises UserError if `zero` is not 0, 1 or 2; if zero=1 and one

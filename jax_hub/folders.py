@@ -87,9 +87,9 @@ class Collected(logging.Handler):
 def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
-    transformers imports PyTorch if PyTorch is installed, which takes seconds. Therefore only this
-    function imports transformers, and is called only when a file needs it. Raises UserError if
-    transformers is not installed."""
+    If PyTorch is installed, transformers imports it, which takes seconds. Therefore no other
+    function imports transformers, and this one is called only to read or write a folder that needs
+    transformers. Raises UserError if transformers is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers

@@ -188,8 +188,9 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
 
 
 def escape_char(c):
-    """Returns a character as a token of RWKV. A backslash or a character that is not printable
-    becomes \\x and two hex digits for each of its bytes. Any other character is unchanged."""
+    """Escapes a character in the way of RWKV's vocabulary. A backslash or a character that is not
+    printable becomes \\x and two hex digits for each of its bytes. Any other character is returned
+    unchanged."""
     if c.isprintable() and c != '\\':
         return c
     return ''.join(f'\\x{byte:02x}' for byte in c.encode())

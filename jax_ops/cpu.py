@@ -49,11 +49,11 @@ def transpose_materialized(x):
 
 
 def two_rows(multiply, x, y):
-    """Computes multiply(x, y). If x [..., 1, K] has one row, calls multiply with this row twice,
-    and returns the first row of the result.
+    """Computes multiply(x, y). If x [..., 1, K] has one row, duplicates this row, calls multiply
+    with the two rows, and returns the first row of the result.
 
-    The second row is for XLA:CPU. If a matmul has one row, XLA:CPU converts a bfloat16 y to
-    float32, and keeps such copies of all weights during the decode loop."""
+    The duplicate is for XLA:CPU. If a matmul has one row, XLA:CPU converts a bfloat16 y to float32,
+    and keeps these float32 copies of all weights during the decode loop."""
     has_several_rows = x.size > x.shape[-1]
     if has_several_rows:
         return multiply(x, y)
@@ -87,10 +87,11 @@ def fusion_barrier(f, *args, asked):
     Where f multiplies x by weights, XLA:CPU would otherwise compute x again for each row of the
     weights, or convert the weights to another dtype before the decode loop.
 
-    asked: one of args, for the condition: its first element is above the smallest value of its
-    dtype (-infinity for floats). Positions, int16 activations and finite weights always meet this
-    condition. XLA cannot prove that, so it does not remove the cond. If the condition is not met, f
-    is not computed, and the result is all NaN (all 0 if `asked` is an integer array)."""
+    asked: one of args. The condition of the cond is that the first element of `asked` is greater
+    than the smallest value of the dtype (-infinity for floats). Positions, int16 activations and
+    finite weights always meet this condition. XLA cannot prove that, so it does not remove the
+    cond. If the condition is not met, f is not computed, and the result is all NaN (all 0 if
+    `asked` is an integer array)."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min

@@ -23,7 +23,8 @@ def keep_largest(logits_BxV, weight_BxV, amount, candidate_BxC=None):
     `amount` (k, or p). Tokens with the same logit as the last kept token are kept, too.
 
     amount: a number, or an array [B, 1] with 0 for rows that keep all tokens. candidate_BxC: the
-    result of find_candidates. If the last kept token is a candidate, the others are not read."""
+    result of find_candidates. If the candidates include the last kept token of every row, the
+    threshold is searched among the candidates only, which is faster."""
     def search():
         return least_kept(logits_BxV, weight_BxV, amount)
 

@@ -182,9 +182,9 @@ class VocabParallel(nn.Module):
         return pad_rows(jnp.asarray(full), self.tp_size)[first:first + self.n_rows]
 
     def table(self, n_rows: int) -> Any:
-        """Returns shared_table if it is given, as in GPT. Otherwise returns this layer's own
-        parameter `weight`, [n_rows, embedding_dim]. n_rows: the number of rows of `weight`; has no
-        effect on shared_table."""
+        """Returns the layer's field shared_table if it is not None, as in GPT. Otherwise returns
+        the layer's own parameter `weight`, [n_rows, embedding_dim]. n_rows: the number of rows of
+        `weight`; has no effect on shared_table."""
         if self.shared_table is not None:
             return self.shared_table
         shape = n_rows, self.embedding_dim

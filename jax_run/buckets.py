@@ -273,9 +273,9 @@ class BucketRun:
         return epath.Path(self.folder.url) / 'ckpt'
 
     def make_checkpoints(self):
-        """Makes no folder, because a bucket has no folders. Returns the value of Orbax's option
-        atomicity_options: None, with which Orbax marks a complete checkpoint in a bucket in its
-        default way, by an object COMMITTED in the checkpoint."""
+        """Returns Orbax's option atomicity_options, as DiskRun.make_checkpoints does, but makes no
+        folder, because a bucket has none. The option is None, Orbax's default: a complete
+        checkpoint in a bucket is marked by an object COMMITTED."""
 
     def shown(self, text):
         return str(text).replace(str(self.files), self.folder.url)

@@ -76,9 +76,9 @@ class DiskRun:
 
     def shown(self, text):
         """Returns the string to print for the user in place of `text`. text: a path, or a message
-        with paths. For a run on a disk, the string is `text` itself. BucketRun.shown replaces the
-        path of `files`, a temporary folder that the user does not know, by the run's gs://
-        URL."""
+        with paths. For a run on a disk, the string is `text` itself. The files of a BucketRun are
+        in a temporary folder that the user does not know (self.files); BucketRun.shown replaces its
+        path by the run's gs:// URL."""
         return str(text)
 
     def refresh(self):
@@ -86,8 +86,8 @@ class DiskRun:
         BucketRun.refresh copies the files from the bucket."""
 
     def upload(self):
-        """Does nothing, because the `files` of a run on a disk is the folder of the run itself.
-        BucketRun.upload copies changed files to the bucket."""
+        """Does nothing: a run on a disk has its files in place. BucketRun.upload copies changed
+        files to the bucket."""
 
     # the lock
 
@@ -305,8 +305,8 @@ def find_damage(run, path, items=ITEMS):
 
 
 def is_run(source):
-    """Returns whether `source` is the out_dir of a run. A gs:// URL is always that of a run or of one
-    of its checkpoints, because pretrained models are not read from a bucket."""
+    """Returns whether `source` is the out_dir of a run. A gs:// URL is always that of a run or of
+    one of its checkpoints, because pretrained models are not read from a bucket."""
     if is_in_bucket('the run', source):
         return not is_checkpoint(source)
     return Path(source, 'ckpt').is_dir()

@@ -48,9 +48,8 @@ def read_run(folder, x):
     the validation data, or '' if that is not known; 'seconds'; 'speed', the median of the tokens
     per second.
 
-    'best' is the lowest val loss on the data set that the run used last. Evaluations before the
-    last change of the data do not count (data_since). If there is no evaluation after the change,
-    'best' is the last val loss.
+    'best' is the lowest val loss since the last change of the data (data_since). If there was no
+    evaluation since then, 'best' is the last val loss before the change.
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
     the run has no evaluation."""

@@ -45,7 +45,8 @@ def load_merged(lora, config, layout, updates):
 def merge_updates(weights, lora, updates):
     """Adds LoRA's `updates` to frozen weights that are loaded already. Returns the parameters,
     float32, as load_merged does. weights: the frozen parameters, TrainState.frozen['weights'].
-    lora: the LoRA entry of a checkpoint. Weights and updates are in the memory of the host."""
+    updates: the trained matrices a and b, see create_updates. lora: the LoRA entry of a checkpoint,
+    with the rank and alpha. Weights and updates are in the memory of the host."""
     updates = flatten_dict(updates)
     merged = {}
     for path, array in flatten_dict(weights).items():

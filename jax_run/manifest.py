@@ -327,11 +327,11 @@ def find_change(before, now):
 
 def continue_data(run, data):
     """Returns the list `earlier_data` for the manifest of a resumed run: the data sets that the run
-    used before its present one, [{'until': last iteration, 'data': description}]. If the run's last
-    manifest describes other data than `data`, the list ends with that description, and a line is
-    printed.
+    used before its present one, [{'until': last iteration, 'data': description}]. If the present
+    data set differs from the one in the checkpoint's manifest, appends the latter to the list, and
+    prints a line.
 
-    data: the description of this process's data set, from describe_data. Raises UserError if the
+    data: the description of the present data set, from describe_data. Raises UserError if the
     data differ and the user did not ask for it (see open_manifest)."""
     known = run.resumed.get('manifest')
     if not known:
@@ -357,8 +357,9 @@ def continue_data(run, data):
 
 
 def begins_anew(manifest, iter_num):
-    """Returns whether a run gets other data when it is resumed at iteration iter_num. If so, the
-    run ignores the best validation loss in its checkpoint. manifest: the resumed run's manifest."""
+    """Returns whether a run that is resumed at iteration iter_num trains on different data than
+    before this iteration. If so, losses cannot be compared, and the run ignores the best validation
+    loss in its checkpoint. manifest: the resumed run's manifest."""
     return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
 
 

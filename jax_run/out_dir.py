@@ -105,7 +105,8 @@ class OutDir:
 
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
-        began, because the checkpoint is there already, or nothing has been trained. best_val_loss:
+        began: a resumed run has this checkpoint already, and a new run has not been trained yet.
+        best_val_loss:
         the lowest validation loss so far. val_loss: that of this iteration, None without an
         evaluation. is_last: whether this is the last checkpoint. Raises UserError if the parameters
         are not finite, and whenever save_checkpoint does."""

@@ -139,6 +139,6 @@ def tokens_per_step(result):
 def expected_experts(moe, n_tokens):
     """Returns the expected number of distinct experts that n_tokens tokens choose, if each token
     takes n_used different experts, and all experts are equally likely. moe: GPTConfig.moe. A
-    trained router prefers some experts, so that the actual number is lower."""
+    trained router prefers some experts, so the actual number is lower."""
     unused = (1 - moe.n_used / moe.n_expert) ** n_tokens
     return moe.n_expert * (1 - unused)

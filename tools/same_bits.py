@@ -45,7 +45,8 @@ class Tree:
     """The source code of one of the two sides that are compared, and a folder for its results.
 
     path: the folder of the source code, either this repository's working tree or a checkout of the
-    commit to compare with. work: a folder that is made here, into which the commands write."""
+    commit to compare with. work: the folder for the results of this side's scripts; the constructor
+    makes it."""
 
     def __init__(self, path, work):
         self.path = path
@@ -54,8 +55,8 @@ class Tree:
 
     def run(self, script, *args, devices=1):
         """Runs one of the tree's scripts, with the work folder as the current folder. args: the
-        script's arguments. devices: the number of CPU devices that it has. Ends this program if the
-        script fails."""
+        script's arguments. devices: the number of CPU devices that JAX shows to the script. Ends
+        this program if the script fails."""
         env = {**os.environ, 'JAX_NUM_CPU_DEVICES': str(devices), 'JAX_PLATFORMS': 'cpu'}
         command = [sys.executable, str(self.path / script), *map(str, args)]
         done = subprocess.run(command, cwd=self.work, env=env, capture_output=True, text=True)

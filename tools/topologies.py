@@ -28,8 +28,8 @@ device_description_str: "NVIDIA H100 80GB HBM3"'''
 
 
 def topology_devices(topology):
-    """Returns the devices to compile for: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts x GPUs) or
-    'cpu:1x8' (the CPU devices of this process). Raises UserError if the compiler is not
+    """Returns the devices to compile for. topology: 'v5e:4x4' (a slice of TPUs), 'h100:2x8' (hosts
+    x GPUs) or 'cpu:1x8' (the CPU devices of this process). Raises UserError if the compiler is not
     installed."""
     kind, _, shape = topology.partition(':')
     sizes = shape.split('x')

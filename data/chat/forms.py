@@ -279,9 +279,9 @@ def read_question(row, name):
 
 
 def with_system(row, messages):
-    """Returns the messages, with the row's "system" or "system_prompt" in front if the row has one.
-    Raises UserError if the row has one, and the messages begin with a system message of another
-    text."""
+    """Puts a row's "system" or "system_prompt" in front of its messages, as a system message,
+    unless they begin with that system message already. Returns the messages. Raises UserError if
+    they begin with a different system message. A row with neither field keeps its messages."""
     texts = [row[name] for name in SYSTEMS if row.get(name)]
     if not texts:
         return messages

@@ -138,13 +138,13 @@ def give_up(folder):
 
 
 def cut_back(journal, files, widths):
-    """Truncates the open files of an interrupted run of this script after the last finished row.
-    read_examples can then go on with the next row. The journal has a line for each finished row. If
-    one of `files` has fewer tokens than the journal lists, as after a power failure, empties all
-    files and the journal: no row is finished.
+    """Truncates the files that an interrupted run of this script has left, so that they end with
+    the last finished row. read_examples can then go on with the next row. The journal has a line
+    for each finished row. If one of `files` has fewer tokens than the journal lists, as after a
+    power failure, empties all files and the journal: no row is finished.
 
-    Returns (told; lengths; n_rows) of the finished rows. told: a Told, what the user is told about
-    them. lengths: for each row a list with the number of tokens of each of its conversations; rows
+    Returns (told; lengths; n_rows) of the finished rows. told: a Told, counts that main() prints.
+    lengths: for each row a list with the number of tokens of each of its conversations; rows
     that are left out of the data set are missing here. n_rows: the number of finished rows,
     including the rows that are left out of the data set.
 

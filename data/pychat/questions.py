@@ -242,9 +242,9 @@ class Maker:
                 return last
 
     def make(self, split, n_invented):
-        """Returns all conversations of a split, each a list of questions and answers, shuffled.
-        n_invented: the number of questions about invented names. In addition, there are
-        n_invented // 4 follow-ups about invented names."""
+        """Returns all conversations of a split, in random order. Each conversation is a list of
+        questions and answers. n_invented: the number of questions about invented names. In
+        addition, there are n_invented // 4 follow-ups about invented names."""
         n = N_FORMS if split == 'train' else 1
         made = [self.about(named, split) for named in self.names.values() for _ in range(n)]
         made += [self.about_part(named, split) for named in self.known_alone for _ in range(2)]
