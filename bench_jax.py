@@ -340,8 +340,9 @@ def make_prompts(vocab_size):
 
 
 def bench_compile(plan_devices):
-    """Compiles a step for plan_devices. Returns what the step needs, {name: value} (see
-    tools/plan.py), or {'fits': False, 'why': text} if the step needs too much memory."""
+    """Compiles a step for plan_devices. Returns the figures of plan_step (tools/plan.py), such as
+    the memory of the step. If the compiler says that the step needs too much memory, returns only
+    {'fits': False, 'why': text}."""
     try:
         return plan_step(types.SimpleNamespace(**flags), model_config, plan_devices)
     except jax.errors.JaxRuntimeError as error:

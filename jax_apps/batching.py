@@ -112,13 +112,13 @@ class Row:
 class Batch:
     """A batch that decodes the rows of several answers together.
 
-    n_rows: the number of rows that each step computes, even if fewer are being decoded. At most
-    n_rows rows can then be decoded together. The logits of a row then have the same bits, no matter
-    how many other rows are decoded with it, as long as attention reads the same number of slots of
-    the KV cache.
-    With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
-    two. When rows leave, the batch does not shrink at once, because its whole state must be copied
-    for this. Until it shrinks, a step computes up to twice as many rows as the remaining rows need.
+    With n_rows above 0, each step computes exactly n_rows rows, even if fewer are being decoded,
+    and at most n_rows rows can be decoded together. The logits of a row then have the same bits, no
+    matter how many other rows are decoded with it, as long as attention reads the same number of
+    slots of the KV cache. With n_rows=0, each step computes as many rows as are being decoded,
+    rounded up to a power of two. When rows leave, the batch does not shrink at once, because its
+    whole state must be copied for this. Until it shrinks, a step computes up to twice as many rows
+    as the remaining rows need.
 
     With n_rows=0 or n_rows=1, a row that is alone is not decoded by the Decoder of the Batch, but
     by the row's own Decoder, as without a Batch. Only this Decoder of one row may use drafts

@@ -319,9 +319,9 @@ def open_with_transformers(folder):
 
 
 def is_own_copy(settings):
-    """Returns whether copy_tokenizer has written a folder. settings: the content of the folder's
-    tokenizer_config.json. Only copy_tokenizer writes both the key "backend" and the class AS_FILED;
-    transformers 5 writes "backend" with another class."""
+    """Returns whether copy_tokenizer has written the folder of a tokenizer. settings: the content
+    of tokenizer_config.json in that folder. Only copy_tokenizer writes both the key "backend" and
+    the class AS_FILED; transformers 5 writes "backend" with another class."""
     return settings.get('tokenizer_class') == AS_FILED and 'backend' in settings
 
 

@@ -43,8 +43,8 @@ class Table(NamedTuple):
 
 
 def as_table(table):
-    """If `table` is an array, returns it as a Table. If it is a Kernel (an Int8), returns it
-    unchanged."""
+    """Returns an object that has the methods of a Kernel: an array is wrapped in a Table; an Int8
+    is a Kernel already, and is returned unchanged."""
     return table if is_kernel(table) else Table(table)
 
 

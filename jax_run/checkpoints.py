@@ -67,9 +67,9 @@ class DiskRun:
         self.checkpoints = Path(out_dir, 'ckpt').absolute()  # for Orbax
 
     def make_checkpoints(self):
-        """Makes the folder of the checkpoints. This is not left to Orbax, because Orbax would
-        accept a file in place of the folder. Returns the option that tells Orbax to complete a
-        checkpoint by renaming the checkpoint's folder."""
+        """Makes the folder that has all checkpoints. (Orbax would also do this, but would accept a
+        file in place of the folder.) Returns the option that makes Orbax write each checkpoint
+        under a temporary name, and rename it when it is complete."""
         from orbax.checkpoint import options
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         return options.AtomicityOptions(mode=options.AtomicityMode.ATOMIC_RENAME)

@@ -69,11 +69,11 @@ def train_beginning(config, flags, one, n):
 
 
 def run(config, seed, flags):
-    """Trains with a seed for as long as the config file says. Then trains the first N_CHECKED
-    iterations (all, if there are fewer) again, to get a digest of the weights after them: the first
-    training does not save these weights. With this digest, --check need not repeat the whole
-    training. Returns (results; device; manifest). results: a dict of the seed's results, for
-    row['seeds'] in main. device: a text. config: the path of a config file. flags: a list of
+    """Trains with a seed for as long as the config file says. Then starts again, trains only
+    N_CHECKED iterations (or as many as the first training made, if fewer), and computes a digest of
+    their weights, which the first training does not save. With this digest, --check need not repeat
+    the whole training. Returns (results; device; manifest). results: a dict of the seed's results,
+    for row['seeds'] in main. device: a text. config: the path of a config file. flags: a list of
     further flags."""
     with tempfile.TemporaryDirectory() as folder:
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')

@@ -7,8 +7,8 @@
 
 A changed copy of the code is called a mutant. If a mutant survives, it changes a behaviour that no
 test checks. For each mutant, the script runs all test files of its module that MODULES names, also
-the slow tests, in a copy of HEAD. It stops at the first test that fails. Where a bug was found, add
-a mutant to MODULES."""
+the slow tests, in a copy of HEAD. The tests of a mutant stop at the first failure, and the script
+goes on with the next mutant. Where a bug was found, add a mutant to MODULES."""
 import argparse
 import os
 import shutil
