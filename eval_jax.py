@@ -240,9 +240,9 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     """Returns the rows (ids, start) of items[index], one for each option; ids[start:] are scored.
     n_examples, delimiter: see read_bundle. in_bundle: whether the task is of a bundle.
 
-    If not in_bundle, the tokens are lm-eval's, see encode_pair and encode_answer in jax_text.py. If
-    in_bundle, they are nanochat's: n_examples other items with their answers come first. The scored
-    tokens of nanochat depend on the kind of the item:
+    If not in_bundle, encodes the item as lm-eval does, see encode_pair and encode_answer in
+    jax_text.py. If in_bundle, encodes it as nanochat does: n_examples other items with their
+    answers come first, and the kind of the item decides which tokens are scored:
     - multiple choice: the tokens after the common beginning of all options;
     - schema: the common end of all options;
     - language modeling: the continuation."""

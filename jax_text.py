@@ -243,11 +243,11 @@ class TextModel:
     def stream(self, prompt: str | list[dict[str, str]], *,
                sampling: TextSampling = TextSampling(), first_sample: int = 0,
                prefix_cache: PrefixCache | None = None, **changes) -> Iterator[str]:
-        """Yields the text that generate returns for one text, piece by piece while it is generated.
-        For the messages of a chat, yields the answer only.
+        """Yields the text that generate returns, piece by piece while it is generated. If `prompt`
+        is the messages of a chat, yields the answer only.
 
-        The options are those of generate. Raises UserError as generate does; also for a list of
-        texts, and for messages if the model has no chat template."""
+        The options are those of generate. Raises UserError as generate does. Also raises UserError
+        if `prompt` is a list of texts, or messages for a model without a chat template."""
         is_chat = not isinstance(prompt, str)
         if is_chat and not is_list_of(prompt, dict):
             raise UserError('stream takes one text, or the messages of one chat; for several texts '

@@ -59,9 +59,10 @@ def weight_grad(x, g, dtype):
     """Computes x.T @ g in dtype, for x [..., R, I] and g [..., R, O]. Returns [..., I, O]: the
     leading axes are batch axes, as in jnp.matmul.
 
-    Transposes the activation x, because transposing g, as JAX's rule does, is slower on CPUs
-    (docs/lab_log.md#matmul). In bfloat16 a transpose is a copy. Therefore, if g and the result
-    together are smaller than x, computes (g.T @ x).T instead."""
+    Usually transposes x, because transposing g, as JAX's rule does, is slower on CPUs
+    (docs/lab_log.md#matmul). In bfloat16 a transpose is a copy. So the program that copies less is
+    faster: if g and the result together are smaller than x, computes (g.T @ x).T, which copies g
+    and the result instead of x."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:
         transposed = matmul_f32_acc(transpose_materialized(g), x, dtype)

@@ -50,8 +50,8 @@ class OutDir:
         checkpoints, metrics.jsonl and wandb. Writes config.json with the flags, and the files of
         the tokenizer. If the run starts from a pretrained model, also writes a copy of this model's
         config.json, under another name. run: a Run. manifest: what open_manifest returns.
-        bpb_bytes: 'tokens' or 'text', the bytes that the metric "bits per byte" counts (see
-        Data.bpb_bytes)."""
+        bpb_bytes: says which bytes the metric "bits per byte" counts, those of the 'tokens' or
+        those of the 'text' (see Data.bpb_bytes)."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
         self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))

@@ -11,11 +11,11 @@ from jax_transformer import GPTConfig, init_params
 
 
 def restore_run(out_dir, which, layout, base):
-    """Restores a checkpoint of a run. Returns (config; params; LoRA entry; metadata). Without LoRA,
-    the LoRA entry is None. With LoRA, params are only LoRA's updates (create_updates). which:
-    'best' or 'latest'. layout: a Layout or OnHost. base: the new path of LoRA's base model, see
-    move_base; '' keeps the path that is in the checkpoint. Raises UserError if there is no
-    checkpoint."""
+    """Restores a checkpoint of a run. Returns (config, params, lora, metadata). lora: the settings
+    of LoRA that the checkpoint's metadata have; None for a run without LoRA. With LoRA, params are
+    only LoRA's updates (create_updates). which: 'best' or 'latest'. layout: a Layout or OnHost.
+    base: the new path of LoRA's base model, see move_base; '' keeps the path that is in the
+    checkpoint. Raises UserError if there is no checkpoint."""
     step, meta = choose_checkpoint(out_dir, which, items=MODEL_ITEMS)
     config = GPTConfig(**meta['model'])
     lora = move_base(meta.get('lora'), base) if base else meta.get('lora')
