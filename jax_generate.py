@@ -135,8 +135,12 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls,
                  candidate_BxC: Array | None = None) -> Array:
     """Returns one token id per row, [B]. The token of row b is drawn from the softmax of the row's
     logits, with the key key_B[b]. A greedy row gets its likeliest token, and a row of NaN gets
-    NO_TOKEN. logits_BxV: the result of sampling_logits, float32. candidate_BxC: the result of
-    find_candidates; None computes the noise of all tokens."""
+    NO_TOKEN.
+
+    logits_BxV: the result of sampling_logits, float32. candidate_BxC: the result of
+    find_candidates. A token is drawn by adding random noise to the logits. If the controls exclude
+    all tokens but the candidates, noise is computed for the candidates only. With None, noise is
+    computed for all tokens."""
     def draw_of_all():
         return draw_by_noise(logits_BxV, key_B, controls)
 
@@ -1286,10 +1290,10 @@ def choose_slots(needed: int, longest: int, block_size: int) -> int:
     """Returns the number of slots to give to a KV cache. needed: the number of slots that the cache
     needs now. longest: the number of slots that it needs at the end.
 
-    Rounds up the number at the end by four_per_octave, and the number needed now by round_up_slots.
-    If the rounded number at the end is at most twice the other rounded number, returns it, so that
-    the cache never has to grow. Otherwise returns the other number, and the cache grows later. The
-    result is at most block_size."""
+    Rounds up `longest` by four_per_octave, and `needed` by round_up_slots. If the rounded `longest`
+    is at most twice the rounded `needed`, returns the rounded `longest`, so that the cache never
+    has to grow. Otherwise returns the rounded `needed`, and the cache grows later. The result is at
+    most block_size."""
     # a cache that never grows need not be a power of two
     n_slots = round_up_slots(needed)
     at_end = four_per_octave(min(longest, block_size), least=32)

@@ -663,8 +663,8 @@ class Generation:
 
         prompt, text: the texts of the prompt and of the continuation. finish_reason: 'stop' (a stop
         text), 'end' (a stop token) or 'length'. logprob: the sum of the log-probabilities of the
-        generated tokens. If a stop text ended the text, later tokens than the last one of the text
-        are left out."""
+        generated tokens. If a stop text ended the continuation, the sum leaves out the tokens after
+        the last token of `text`."""
         if self.stopped[i]:
             reason = 'stop'
         elif self.was_cut(i):

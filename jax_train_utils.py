@@ -258,10 +258,9 @@ def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     The batch may have two more arrays [B, T], which are 0 in sequences that only fill up the batch:
     - 'weight': the loss of each token is first multiplied by the token's weight. The mean still
       divides by T.
-    - 'spelled': other weights of the tokens, for bits per byte. They equal 'weight', or 1 if there
-      is no 'weight', but are 0 for tokens that stand for no bytes of text. With this array, the
-      result has a second sum, result['spelled'], which is computed as 'loss' is, with the weights
-      'spelled'."""
+    - 'spelled': the weights for bits per byte, a copy of 'weight' (1 if there is no 'weight'), but
+      0 for tokens that stand for no bytes of text. With this array, the result has a second sum,
+      result['spelled'], which is computed as 'loss' is, with these weights in place of 'weight'."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
@@ -615,7 +614,8 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
     class Pairs) never have 'bpb'.
     stop_signal: a function that returns a number, the same in all processes. Once this number is
     not 0, the evaluation ends and returns None.
-    Raises UserError if no token counts, and for a token id outside the vocabulary."""
+    Raises UserError if the masks leave no token to evaluate, and for a token id outside the
+    vocabulary."""
     results = {}
     stop = 0
     for split, source in splits.items():

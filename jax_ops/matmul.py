@@ -227,10 +227,10 @@ class Kernel:
         return self
 
     def can_be_chosen(self, n_rows):
-        """Returns whether choose() can be used for n_rows rows of x; False in the base class.
-        can_be_chosen may be called only if the kernel is a stack of matrices [E, I, O], for example
-        of E experts. choose() returns a Chosen, which multiplies each row of x by its own matrix of
-        the stack, for example the matrix of the row's expert."""
+        """Returns whether choose() supports this form of kernel with n_rows rows of x; False in the
+        base class. The kernel must be a stack of matrices [E, I, O], for example of E experts.
+        choose() returns a Chosen, which multiplies each row of x by its own matrix of the stack,
+        for example the matrix of the row's expert."""
         return False
 
 

@@ -79,8 +79,9 @@ def find_candidates(logits_BxV, key_B):
 
 
 def draw_of_candidates(logits_BxV, key_B, candidate_BxC, is_greedy, *, otherwise):
-    """Draws a token for each row, if all tokens but the candidates are excluded, as in a greedy
-    row. Else returns otherwise(). Returns int32 [B].
+    """Draws a token for each row from the row's candidates, if this is possible in every row: if
+    all other tokens are excluded, or the row is greedy. Otherwise returns otherwise() for all rows.
+    Returns int32 [B].
 
     logits_BxV: -inf for excluded tokens. is_greedy: bool [B, 1], or None if no row is greedy."""
     logits_BxC = jnp.take_along_axis(logits_BxV, candidate_BxC, axis=1)
