@@ -779,8 +779,9 @@ def largest_first(config):
 
 
 def open_parameters(path_or_name):
-    """Returns (config; {path: ParameterOnDisk}) of a pretrained model. Raises UserError if a tensor
-    is missing or has another shape, or if a tied head differs from the embeddings."""
+    """Returns (config; {path in the parameter tree: ParameterOnDisk}) of a pretrained model. Raises
+    UserError if a tensor is missing or has a wrong shape, or if a tied head differs from the
+    embeddings."""
     config, family, tensors, source = open_model(path_or_name)
     tensor_maps = family_tensor_maps(config, family)
     tensors = {name: x for name, x in tensors.items() if is_needed(name, config)}

@@ -107,9 +107,9 @@ class Chat:
 
     def forget_oldest(self, messages):
         """Leaves out the oldest turns until the remaining messages and an answer fit into the
-        context, and prints how many. Returns the remaining messages. A turn is a question and its
-        answer; the last question always stays. The answer counts as max_new_tokens tokens, or half
-        the context if that is less."""
+        context, and prints how many turns these are. Returns the remaining messages. A turn is a
+        question and its answer; the last question always stays. The answer counts as max_new_tokens
+        tokens, or half the context if that is less."""
         # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.sampling.max_new_tokens, block_size // 2)

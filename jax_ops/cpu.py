@@ -90,8 +90,8 @@ def fusion_barrier(f, *args, asked):
     asked: one of args. The condition of the cond is that the first element of `asked` is greater
     than the smallest value of the dtype (-infinity for floats). Positions, int16 activations and
     finite weights always meet this condition. XLA cannot prove that, so it does not remove the
-    cond. If the condition is not met, f is not computed, and the result is all NaN (all 0 if
-    `asked` is an integer array)."""
+    cond. If the condition is not met, f is not computed. The result is then all NaN if `asked` is a
+    float array, and all 0 if it is an integer array."""
     y = jax.eval_shape(f, *args)
     is_float = jnp.issubdtype(asked.dtype, jnp.floating)
     smallest = -jnp.inf if is_float else jnp.iinfo(asked.dtype).min

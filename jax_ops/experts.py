@@ -213,12 +213,12 @@ def grouped_experts(f, weights, x_RxD, expert_R, way='loop'):
 
 
 def experts_one_by_one(f, weights, x_RxD, expert_R):
-    """Does the same as grouped_experts, without blocks: each row is multiplied separately by the
-    matrices of its expert. All elements of expert_R must be in 0 .. E-1.
+    """Does the same as grouped_experts, but without grouping the rows into blocks. All elements of
+    expert_R must be in 0 .. E-1.
 
-    Calls f once, for all rows. In this call each kernel is a Chosen, and instead of each bias [E,
-    O], f gets the biases of the rows' experts, [R, O]. With a Chosen, linear() multiplies each row
-    of x by the matrix of the row's expert, without copying the matrix first."""
+    Calls f once, with all rows. f gets each kernel as a Chosen: its linear() multiplies each row of
+    x by the matrix of the row's expert, without copying the matrix first. f gets the biases of the
+    rows' experts, [R, O], in place of each bias [E, O]."""
     def choose(w):
         return as_kernel(w).choose(expert_R)
 
