@@ -550,9 +550,9 @@ def is_read(script, name, flags):
     """Returns whether the flag `name` of this script has an effect. A flag without a condition in
     NEEDS always has one. A flag with a condition has an effect only if the condition is met.
 
-    A condition tests one other flag or fact, with the name condition.switch. flags: {name: value}
-    of all flags, and of facts that the script knows. If `flags` lacks condition.switch, its value
-    is not known yet, and the result is True."""
+    A condition tests one other flag or fact. The condition's attribute `switch` is the name of that
+    flag or fact. flags: {name: value} of all flags, and of the facts that the script knows so far.
+    If the name is not in `flags`, the value is not known yet, and the result is True."""
     need = NEEDS[script].get(name)
     if need is None or need.switch not in flags:
         return True

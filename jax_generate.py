@@ -644,9 +644,9 @@ def unique_prompts(tokens_BxT: np.ndarray, end_B: np.ndarray) -> tuple[np.ndarra
     place in `rows` of the row with the same prompt. Example: for the prompts a a a b a, returns
     ([0, 3]; [0, 0, 0, 1, 0]).
 
-    The length of `rows` is a power of two, so that few programs are compiled: the first index is
-    repeated at the end. If this power of two is at least the number of all rows, all rows are
-    chosen instead."""
+    So that few programs are compiled, `rows` is filled up to a power of two, with copies of its
+    first index. If it would then be as long as the list of all rows, or longer, all rows are chosen
+    instead, and nothing is filled up."""
     # the first row of each distinct prompt; padding and a row's last token make no difference
     rows = np.where(np.arange(tokens_BxT.shape[1]) < end_B[:, None], tokens_BxT, -1)
     _, chosen, row_B = np.unique(rows, axis=0, return_index=True, return_inverse=True)

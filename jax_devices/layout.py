@@ -172,13 +172,10 @@ class Layout:
         """The number of mean losses that the devices compute for a micro-batch: one on each device
         if has_own_losses, else one for all devices together.
 
-        In float16, the training step divides the loss scale by this number. The scaled losses of
-        all devices then add up to the loss scale times the mean loss of all their sequences.
-
-        The reason for this division: each of N devices computes the mean loss of only 1 / N of the
-        sequences, so its gradients are N times as large as those of the mean over all sequences. If
-        the loss scale were not divided by N, the gradients would overflow float16 at a smaller loss
-        scale than on one device."""
+        Each of N devices computes the mean over its own 1 / N of the sequences. In this mean, a
+        sequence has N times the weight that it has in the mean over all sequences. In float16, the
+        training step divides the loss scale by N, which undoes this. Otherwise the scaled gradients
+        would be N times as large as on one device, and could overflow float16."""
         return len(self.devices) if self.has_own_losses else 1
 
     def all_reduced(self, compute):

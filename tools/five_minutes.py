@@ -111,13 +111,13 @@ def print_row(row):
 
 
 def check(row, flags, has_all):
-    """Repeats the runs of a machine, one for each seed, and compares the results with those in
-    `row`. row: the content of the file that --save has written on that machine. flags: further
+    """Repeats runs on this machine, one for each seed, and compares their results with the results
+    in `row`. row: the content of a file that --save has written, here or elsewhere. flags: further
     flags of train_jax.py, such as --device. has_all: whether to train all iterations of each run;
     otherwise trains the first N_CHECKED, or all if a run has fewer.
 
-    Prints what has changed since the row was made, and a line for each seed. Returns the exit code:
-    0 if all results agree, else 1. Raises UserError if the data differ."""
+    Prints what differs from the runs in `row`, such as versions, and a line for each seed. Returns
+    the exit code: 0 if all results agree, else 1. Raises UserError if the data differ."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
     code = 0
