@@ -2,11 +2,12 @@
 
 Without a Batch, a Generation gets its tokens from a Decoder of its own. With a Batch, each
 Generation has one row of the Batch, and gets its tokens from a Row, which has the same methods as a
-Decoder. The Generations take turns, in one thread. While the Batch has several rows, its Decoder
-decodes them together: the first Generation that asks for more tokens decodes a chunk for all rows,
-and the others then find their tokens ready. While the Batch has only one row, this row's own
-Decoder decodes it, except in a Batch that was made for a fixed number of rows above 1 (n_rows). A
-row joins and leaves between two chunks, and nobody waits for the end of another answer.
+Decoder. The Generations take turns, in one thread. The Batch has a shared Decoder, which decodes
+several rows together: the first Generation that asks for more tokens decodes a chunk for all rows,
+and the others then find their tokens ready. In addition, each Row has a Decoder of its own, which
+decodes the row while it is alone in the Batch. (A Batch that was made for a fixed number of rows
+above 1, n_rows, uses the shared Decoder even then.) A row joins and leaves between two chunks, and
+nobody waits for the end of another answer.
 
 Each row has its own random numbers (jax_text.py) and its own sampling controls (stack_controls).
 The other rows can influence a row's text only through the rounding of the row's logits. If the

@@ -136,9 +136,9 @@ class Layout:
         return np.concatenate([i * each + np.arange(each) for i in self.local_data_shards])
 
     def whole_batch(self, shape, rest):
-        """Returns (shape of the global array; its PartitionSpec) for one item of the batch, such as
-        'x'. The array has a shard [*shape, *rest] for each device, or for each group of devices
-        that share sequences.
+        """Returns (shape of the global array; its PartitionSpec) for one array of the batch, such
+        as the inputs 'x'. The array has a shard [*shape, *rest] for each device, or for each group
+        of devices that share sequences.
 
         shape: (micro-steps, sequences) of a shard, as split_batch returns it, or (sequences,).
         rest: the axes of one sequence, () or (positions,). Example: with 8 shards, the shape (2, 3)

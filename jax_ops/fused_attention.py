@@ -28,8 +28,8 @@ from jax_ops.sharding import batch_axes, current_mesh
 
 def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None,
                            dropout=NO_DROPOUT, start_BxT=None):
-    """Computes dot_product_attention of jax_transformer.py with the causal_mask of positions 0 ..
-    T-1 -> [B, T, H, K]. On a mesh each device computes its heads of its sequences.
+    """Computes dot_product_attention of jax_transformer.py with a causal mask over the positions 0
+    to T-1. Returns [B, T, H, K]. On a mesh each device computes its heads of its sequences.
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
     scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.

@@ -60,8 +60,8 @@ def weight_grad(x, g, dtype):
     leading axes are batch axes, as in jnp.matmul.
 
     Usually transposes x, because transposing g, as JAX's rule does, is slower on CPUs
-    (docs/lab_log.md#matmul). In bfloat16 a transpose is a copy. So the program that copies less is
-    faster: if g and the result together are smaller than x, computes (g.T @ x).T, which copies g
+    (docs/lab_log.md#matmul). Only in bfloat16, where a transpose is a copy, the smaller copy
+    decides: if g and the result together are smaller than x, computes (g.T @ x).T, which copies g
     and the result instead of x."""
     result_size = math.prod(x.shape[:-2]) * x.shape[-1] * g.shape[-1]
     if x.dtype == jnp.bfloat16 and x.size > g.size + result_size:

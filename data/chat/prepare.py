@@ -222,15 +222,15 @@ def encode_example(example, enc):
 
 def check_ends(ids, mask, enc):
     """Checks whether sampling will stop at the end of an answer. Returns a warning, or '' if
-    sampling will stop. White space at the end of an answer is ignored. There are three cases:
+    sampling will stop. White space at the end of an answer is ignored.
 
-    - Some answers end with a stop token: returns ''. Also returns '' if there is a stop text in the
-      answers; only the answers in the first 65,536 ids are searched. A stop text is a text at which
-      sampling stops, see read_stop_texts in jax_hub/tokenizers.py.
-    - No answer ends with a stop token, but some answers end with other special tokens: returns a
-      warning that names these tokens, because sampling will not stop at them.
-    - No answer ends with a stop token or another special token: raises UserError, because a model
-      that learns from these answers would never stop.
+    Returns '' if some answers end with a stop token, or if a stop text occurs in the answers of the
+    first 65,536 ids. (Sampling stops at a stop text, see read_stop_texts in jax_hub/tokenizers.py.)
+    Otherwise:
+    - If some answers end with other special tokens, returns a warning that names these tokens,
+      because sampling will not stop at them.
+    - If no answer ends with a special token, raises UserError, because a model that learns from
+      these answers would never stop.
 
     ids, mask: the arrays of all conversations, one after the other. enc: an HFTokenizer."""
     # Where a text ends answers, the first of them have it.
