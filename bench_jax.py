@@ -288,7 +288,8 @@ def load_model():
 
 
 def random_params(config):
-    """Returns random parameters in the form for decoding, with the distributions of a new model.
+    """Returns random parameters in the form for decoding, drawn from the same distributions as the
+    initial parameters of a new model.
 
     Each parameter is made on its device and converted before the next parameter is made, so that
     memory holds only one parameter in float32."""

@@ -327,8 +327,9 @@ def cut(blocks, size=2**20):
 def end_of_piece(text, start, stop):
     """Returns the index in a text at which a piece ends. The piece begins at `start`. It ends after
     the last newline before `stop` that has no white space (such as another newline) next to it. If
-    there is no such newline, the piece ends before the last space that a word follows, and this
-    space begins the next piece. If there is no such space either, the piece ends at `stop`."""
+    there is no such newline, the piece ends before the last space before `stop` that has no white
+    space directly after it. This space begins the next piece. If there is no such space either, the
+    piece ends at `stop`."""
     end = text.rfind('\n', start + 1, stop)
     while end > start:
         # GPT-2's BPE would join the newline to a space before it, at the end of a text only
