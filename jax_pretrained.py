@@ -471,7 +471,7 @@ class TensorMap(NamedTuple):
     offset: float = 0.0  # added in float32
 
     def to_parameter(self, tensor):
-        """Returns the values that belong into parameter[self.dst]. tensor: a tensor of a file of
+        """Returns the values that belong in parameter[self.dst]. tensor: a tensor of a file of
         weights, which contains these values."""
         x = tensor[self.src][self.rows]
         if self.offset:

@@ -184,7 +184,7 @@ def adamw(params, grads, moments, lr, cfg):
     return jax.tree.map(update, params, m, v), {'m': m, 'v': v, 'n': n}
 
 def make_train_step(cfg, mesh):
-    """Returns the function of an iteration, train_step(params, moments, x, y, lr) -> (params, moments, loss)."""
+    """Returns one iteration as train_step(params, moments, x, y, lr) -> (params, moments, loss)."""
     # steps per device; if mesh.size does not divide the micro-batches, a step takes a part of one
     n_micro = cfg.gradient_accumulation_steps
     n_micro //= math.gcd(n_micro, mesh.size)

@@ -53,9 +53,10 @@ class Row:
     def advance(self, n_new):
         """Decodes more tokens and returns the GenerationResult of the row so far (see
         Batch.advance). Rows that share a Decoder are decoded together, so the call for one row may
-        also have decoded tokens of this row. If there are such tokens, decodes nothing and returns
-        them. n_new: the largest number of tokens to decode, for a row that has its own Decoder;
-        rows that share a Decoder always decode one chunk."""
+        also have decoded tokens of this row. If there are such tokens that this method has not
+        returned yet, decodes nothing and returns them. n_new: the largest number of tokens to
+        decode, if the row is decoded by its own Decoder; rows that share a Decoder always decode
+        one chunk."""
         result = self.batch.advance(self, n_new)
         self.n_read = self.n_generated
         self.decoder.n_end = self.n_generated
@@ -116,10 +117,11 @@ class Batch:
     With n_rows above 0, each step computes exactly n_rows rows, even if fewer are being decoded,
     and at most n_rows rows can be decoded together. The logits of a row then have the same bits, no
     matter how many other rows are decoded with it, as long as attention reads the same number of
-    slots of the KV cache. With n_rows=0, each step computes as many rows as are being decoded,
-    rounded up to a power of two. When rows leave, the batch does not shrink at once, because its
-    whole state must be copied for this. Until it shrinks, a step computes up to twice as many rows
-    as the remaining rows need.
+    slots of the KV cache.
+
+    With n_rows=0, each step computes as many rows as are being decoded, rounded up to a power of
+    two. When rows leave, the batch does not shrink at once, because its whole state must be copied
+    for this. Until it shrinks, a step computes up to twice as many rows as the remaining rows need.
 
     With n_rows=0 or n_rows=1, a row that is alone is not decoded by the Decoder of the Batch, but
     by the row's own Decoder, as without a Batch. Only this Decoder of one row may use drafts

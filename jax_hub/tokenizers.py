@@ -343,7 +343,7 @@ def is_as_filed(folder, settings):
 def adds_none(settings, tokenizer):
     """Returns True if transformers would certainly add no tokens to the vocabulary of a Tokenizer.
     transformers adds each token that is in `settings` and not in the Tokenizer. This function does
-    not read lists of tokens (extra_special_tokens, additional_special_tokens), and no token that is
+    not read lists of tokens (extra_special_tokens, additional_special_tokens), nor a token that is
     a JSON object. If `settings` have one of these, returns False. settings: the content of
     tokenizer_config.json."""
     if settings.get('extra_special_tokens') or settings.get('additional_special_tokens'):

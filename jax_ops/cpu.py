@@ -319,8 +319,8 @@ def multiply_integers(x_RxI, w_OxI, matrix_R=None):
 
     x_RxI: int16, at most int16_levels(I) in magnitude, so that the result fits into int32. w_OxI:
     the values of an Int8, stored as int8, or as uint8 (value + 128), with the same result.
-    matrix_R: if w is a stack [E,
-    O, I], the index of each row's matrix. Called by multiply_quantized (matmul.py)."""
+    matrix_R: if w is a stack [E, O, I], the index of each row's matrix. Called by
+    multiply_quantized (matmul.py)."""
     R, I = x_RxI.shape
     if matrix_R is not None:
         w_RxOxI = chosen_rows(w_OxI, matrix_R, (I,))

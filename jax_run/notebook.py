@@ -30,11 +30,11 @@ def train(config='', **flags):
     for none. flags: name=value. Returns (model, as jax_text.load returns; records of
     metrics.jsonl). Returns None with eval_only.
 
-    In a notebook, shows loss.png, drawn again at each evaluation. After an interrupt, saves a
-    checkpoint and returns its model. A second interrupt ends the training at once, without saving:
-    returns the model of the latest checkpoint, or raises KeyboardInterrupt if there is none. Raises
-    UserError for everything that the script refuses, and for flags that this process cannot follow
-    (see check_process)."""
+    In a notebook, shows loss.png, drawn again at each evaluation. An interrupt ends the training
+    and saves a checkpoint; a second one ends it at once, without saving. Both return the model of
+    the latest checkpoint, or raise KeyboardInterrupt if there is none. Raises UserError for
+    everything that the script refuses, and for flags that this process cannot follow (see
+    check_process)."""
     check_process(flags)
     arguments = [str(config)] if config else []
     arguments += [f'--{name}={value}' for name, value in flags.items()]
