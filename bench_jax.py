@@ -42,7 +42,9 @@ n_expert = 0 # MLPs per layer; a token uses n_expert_used of them (mixture of ex
 n_expert_used = 2 # experts per token
 expert_balance = 0.01 # weight of the loss that keeps the experts equally busy (train)
 prompt_len = 16 # tokens of each prompt (decode)
-max_new_tokens = 128 # tokens generated per sequence, greedily (decode)
+max_new_tokens = 128 # tokens generated per sequence (decode)
+temperature = 0.0 # of these tokens; 0 is greedy (decode)
+top_k = 200 # sample from the top_k most likely tokens only; 0 is all (decode, with a temperature)
 optimizer = 'adamw' # or 'muon' (train)
 attention = 'auto' # as in train_jax.py, like the next three (train)
 loss_chunk = 0 # materialize the logits of this many positions at a time; 0 is all
@@ -230,8 +232,8 @@ def bench_decode():
         clock.lap()
         laps = []
         for result in generate_stream(
-                params, config, prompts, max_new_tokens, rng=jax.random.key(seed), temperature=0,
-                n_draft=n_draft, cache_dtype=cache_dtype):
+                params, config, prompts, max_new_tokens, rng=jax.random.key(seed),
+                temperature=temperature, top_k=top_k, n_draft=n_draft, cache_dtype=cache_dtype):
             laps.append(clock.lap())
         calls.append(laps)
         # give back the memory of the compiler: the measurement must fit beside the weights

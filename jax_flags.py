@@ -535,6 +535,8 @@ NEEDS = {
         'max_new_tokens': DECODED,
         'quantize': DECODED,
         'cache_dtype': DECODED,
+        'temperature': DECODED_HERE,
+        'top_k': Need('temperature', 'a temperature: add --temperature=0.8'),
         'n_draft': DECODED_HERE,
         'out_dir': DECODED_HERE,
         'dataset': DECODED_HERE,

@@ -1,7 +1,9 @@
 """The benchmark script."""
 import json
 import sys
+
 import jax_devices.setup
+import jax_generate
 from jax_run.checkpoints import choose_checkpoint
 
 import pytest
@@ -103,6 +105,23 @@ def test_the_decoding_benchmark_takes_a_run_and_its_text(finished, dataset, monk
     assert small['cache_mb'] < plain['cache_mb']
     assert plain['accepted'] is None
     assert 0 <= small['accepted'] <= 1
+
+
+@pytest.mark.slow
+def test_the_decoding_benchmark_is_greedy_unless_a_temperature_is_given(monkeypatch):
+    seen = []
+
+    def start_rows(params, config, prompts, sampling, **options):
+        seen.append((sampling.temperature, sampling.top_k))
+        return start(params, config, prompts, sampling, **options)
+
+    start = jax_generate.start_rows
+    monkeypatch.setattr(jax_generate, 'start_rows', start_rows)
+    small = ['--mode=decode', *BENCH, '--prompt_len=4', '--max_new_tokens=4', '--repeats=1']
+    for options in ([], ['--temperature=0.8'], ['--temperature=1', '--top_k=3']):
+        succeeded(run_script('bench_jax.py', *small, *options))
+    assert seen[::2] == [(0, 200), (0.8, 200), (1, 3)]
+    assert_refused(run_script('bench_jax.py', *small, '--top_k=3'), 'nothing reads top_k=3 without a temperature')
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from jax_text import Generation, load
 from tests.common import (
     GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, random_request, sample, samples_of, slow,
     start, wait_for)
+from tools.clients import Answer, speed_while_busy
 
 openai = pytest.importorskip('openai')
 
@@ -896,3 +897,11 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded():
         port = listener.getsockname()[1]
         refused = sample('nowhere', f'--serve={port}')
         assert_refused(refused, f'cannot listen on 127.0.0.1:{port} .*in use')
+
+
+def test_the_speed_of_several_clients_ends_when_the_first_has_no_request_left():
+    # two clients, three answers of 10 tokens; from 3 s on only the third is under way, half done
+    answers = [Answer('', 10, 0, 0.5, 2), Answer('', 10, 0, 0.5, 3), Answer('', 10, 2, 2, 4)]
+    assert speed_while_busy(answers) == pytest.approx((10 + 10 + 5) / 3)
+    # a client that is alone is busy to the end
+    assert speed_while_busy([Answer('', 10, 0, 0.5, 2), Answer('', 10, 2, 2.5, 5)]) == pytest.approx(20 / 5)

@@ -6,6 +6,7 @@ $ python tools/clients.py http://localhost:8000 --clients=1,8,1,8 --requests=16 
 
 A row says how many tokens per second all clients get together, also as a multiple of the first row;
 how long the first piece of an answer takes; and how many texts differ from those of the first row.
+The tokens per second are those of the time in which all clients had a request (speed_while_busy).
 All rows send the same requests: request i has seed i, and a prompt of its own. Before the first
 row, each number of clients runs once without being measured, so that the server compiles.
 """
@@ -20,10 +21,12 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """The text of an answer, its number of tokens, and the time until its first piece."""
+    """The text of an answer, its number of tokens, and its times, by one clock in seconds."""
     text: str
     n_tokens: int
-    first_s: float  # seconds until the first piece
+    asked_at: float
+    first_at: float  # when its first piece came
+    ended_at: float
 
 
 def ask(url, prompt, seed, max_tokens, temperature):
@@ -33,8 +36,8 @@ def ask(url, prompt, seed, max_tokens, temperature):
             'stream': True, 'stream_options': {'include_usage': True}}
     request = urllib.request.Request(
         f'{url}/v1/completions', json.dumps(body).encode(), {'Content-Type': 'application/json'})
-    started = time.perf_counter()
-    text, n_tokens, first_s = '', 0, None
+    asked_at = time.perf_counter()
+    text, n_tokens, first_at = '', 0, None
     with urllib.request.urlopen(request) as response:
         for line in response:
             data = line.decode().strip().removeprefix('data: ')
@@ -43,22 +46,36 @@ def ask(url, prompt, seed, max_tokens, temperature):
             chunk = json.loads(data)
             if chunk['choices']:
                 text += chunk['choices'][0]['text']
-                if first_s is None and text:
-                    first_s = time.perf_counter() - started
+                if first_at is None and text:
+                    first_at = time.perf_counter()
             if chunk.get('usage'):
                 n_tokens = chunk['usage']['completion_tokens']
-    return Answer(text, n_tokens, first_s or time.perf_counter() - started)
+    ended_at = time.perf_counter()
+    return Answer(text, n_tokens, asked_at, first_at or ended_at, ended_at)
 
 
-def measure(n_clients, n_requests, make):
+def ask_all(n_clients, n_requests, make):
     """Calls make(i), which returns an Answer, for each request i from 0 to n_requests - 1,
-    n_clients at a time. Returns (tokens per second of all requests together; list of the
-    Answers)."""
+    n_clients at a time. Returns the list of the Answers."""
     with ThreadPoolExecutor(n_clients) as clients:
-        started = time.perf_counter()
-        answers = list(clients.map(make, range(n_requests)))
-        seconds = time.perf_counter() - started
-    return sum(answer.n_tokens for answer in answers) / seconds, answers
+        return list(clients.map(make, range(n_requests)))
+
+
+def speed_while_busy(answers):
+    """Computes the tokens per second of all Answers together, in the time in which every client had
+    a request: from the first request until a client finds no further one. After this time the
+    server has fewer clients, so its speed is not theirs. The answers that are then under way count
+    in part: their tokens are taken to come evenly, from the first piece to the end."""
+    last_asked_at = max(answer.asked_at for answer in answers)
+    first_idle_at = min(answer.ended_at for answer in answers if answer.ended_at > last_asked_at)
+    n_tokens = 0
+    for answer in answers:
+        share = 1
+        if answer.ended_at > first_idle_at:
+            seconds = max(0, first_idle_at - answer.first_at)
+            share = seconds / (answer.ended_at - answer.first_at)
+        n_tokens += share * answer.n_tokens
+    return n_tokens / (first_idle_at - min(answer.asked_at for answer in answers))
 
 
 def main():
@@ -77,13 +94,14 @@ def main():
 
     rows = [int(number) for number in args.clients.split(',')]
     for n_clients in sorted(set(rows)):
-        measure(n_clients, args.requests, make)
+        ask_all(n_clients, args.requests, make)
     print('clients  tokens/s  ratio  first piece: median, longest  texts that differ')
     first = None
     for n_clients in rows:
-        speed, answers = measure(n_clients, args.requests, make)
+        answers = ask_all(n_clients, args.requests, make)
+        speed = speed_while_busy(answers)
         first = first or (speed, answers)
-        waits = [answer.first_s for answer in answers]
+        waits = [answer.first_at - answer.asked_at for answer in answers]
         n_other = sum(a.text != b.text for a, b in zip(answers, first[1]))
         print(f'{n_clients:7}  {speed:8.1f}  {speed / first[0]:5.2f}  {statistics.median(waits):12.3f} s, '
               f'{max(waits):7.3f} s  {n_other:9} of {args.requests}', flush=True)
