@@ -31,7 +31,7 @@ from jax_flags import (
 from jax_ops.decode_weights import (  # noqa: F401, but for devices_of: public here
     convert_params_for_decoding, devices_of, order_columns_by_rank)
 from jax_ops.sampling import (  # noqa: F401, but for keep_largest: public here
-    NO_TOKEN, draw_of_candidates, find_candidates, keep_largest)
+    NO_TOKEN, draw_by_noise, draw_of_candidates, find_candidates, keep_largest)
 from jax_ops.sharding import shard
 from jax_ops.vocabulary import cross_entropy
 from jax_transformer import (
@@ -142,33 +142,19 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls,
     all tokens but the candidates, noise is computed for the candidates only. With None, noise is
     computed for all tokens."""
     def draw_of_all():
-        return draw_by_noise(logits_BxV, key_B, controls)
+        noise_BxV = 0
+        if controls.temperature is not None:
+            # jax's default noise has 23 random bits: it would never draw a token with a probability
+            # of 1e-7 beside a likely one
+            noise_BxV = jax.vmap(
+                lambda key: jax.random.gumbel(key, (controls.n_vocab,), mode='high'))(key_B)
+        id_V = jnp.arange(controls.n_vocab)
+        return draw_by_noise(logits_BxV, noise_BxV, id_V, controls.is_greedy)
 
     if candidate_BxC is None:
         return draw_of_all()
     return draw_of_candidates(
         logits_BxV, key_B, candidate_BxC, controls.is_greedy, otherwise=draw_of_all)
-
-
-def draw_by_noise(logits_BxV: Array, key_B: Array, controls: Controls) -> Array:
-    """Does the work of sample_token without candidates."""
-    # the argmax of logits with Gumbel noise is a draw from their softmax. jax's default noise has
-    # 23 random bits: it would never draw a token with a probability of 1e-7 beside a likely one
-    if controls.temperature is not None:
-        def add_noise(logits_V, key):
-            return logits_V + jax.random.gumbel(key, logits_V.shape, mode='high')
-
-        def draw(logits_BxV):
-            noisy_BxV = jax.vmap(add_noise)(logits_BxV, key_B)
-            if controls.is_greedy is None:
-                return noisy_BxV
-            return jnp.where(controls.is_greedy, logits_BxV, noisy_BxV)
-
-        is_drawn = True if controls.is_greedy is None else ~controls.is_greedy
-        logits_BxV = where_any(is_drawn, draw, logits_BxV)
-    # argmax, by two plain reductions, which are faster on XLA:CPU
-    is_max_BxV = logits_BxV == logits_BxV.max(-1, keepdims=True)
-    return jnp.where(is_max_BxV, jnp.arange(controls.n_vocab), NO_TOKEN).min(-1)
 
 
 def sampling_logits(logits_BxV: Array, controls: Controls,

@@ -78,6 +78,21 @@ def find_candidates(logits_BxV, key_B):
     return jax.lax.top_k(logits_BxV, N_CANDIDATES)[1]
 
 
+def draw_by_noise(logits_BxC, noise_BxC, id_BxC, is_greedy):
+    """Returns one id of each row, int32 [B]: that of the largest sum of logit and noise, or of the
+    largest logit in a greedy row. With Gumbel noise this draws from the softmax of the row's
+    logits. A row of NaN gets NO_TOKEN.
+
+    noise_BxC: an array, or 0. id_BxC: the id of each logit, or [C] if all rows have the same ids.
+    is_greedy: bool [B, 1], or None if all rows get their noise."""
+    noisy_BxC = logits_BxC + noise_BxC
+    if is_greedy is not None:
+        noisy_BxC = jnp.where(is_greedy, logits_BxC, noisy_BxC)
+    # argmax, by two plain reductions, which are faster on XLA:CPU
+    is_max_BxC = noisy_BxC == noisy_BxC.max(-1, keepdims=True)
+    return jnp.where(is_max_BxC, id_BxC, NO_TOKEN).min(-1)
+
+
 def draw_of_candidates(logits_BxV, key_B, candidate_BxC, is_greedy, *, otherwise):
     """Draws a token for each row from the row's candidates, if this is possible in every row: if
     all other tokens are excluded, or the row is greedy. Otherwise returns otherwise() for all rows.
@@ -91,11 +106,7 @@ def draw_of_candidates(logits_BxV, key_B, candidate_BxC, is_greedy, *, otherwise
 
     def draw():
         noise_BxC = jax.vmap(gumbel_of, (0, 0, None))(key_B, candidate_BxC, logits_BxV.shape[1])
-        noisy_BxC = logits_BxC + noise_BxC
-        if is_greedy is not None:
-            noisy_BxC = jnp.where(is_greedy, logits_BxC, noisy_BxC)
-        is_max_BxC = noisy_BxC == noisy_BxC.max(-1, keepdims=True)
-        return jnp.where(is_max_BxC, candidate_BxC, NO_TOKEN).min(-1)
+        return draw_by_noise(logits_BxC, noise_BxC, candidate_BxC, is_greedy)
 
     return jax.lax.cond(is_enough_Bx1.all(), draw, otherwise)
 
