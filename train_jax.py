@@ -119,10 +119,9 @@ import numpy as np
 from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import (
     StopSignal, check_agreement, initialize_distributed, signal_name)
-from jax_devices.setup import (
-    Profile, Stopwatch, configure_process, device_peak_flops, is_synchronous)
+from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
 from jax_run.checkpoints import run_folder
-from jax_run.log import RunLog
+from jax_run.log import Profile, RunLog
 from jax_run.manifest import begins_anew, flags_of, open_manifest
 from jax_run.minutes import Deadline, first_batch, iterations_that_fit, say_if_few_iterations
 from jax_run.out_dir import OutDir

@@ -1,4 +1,4 @@
-"""The log of a training run: lines on the screen, metrics.jsonl, loss.png, wandb."""
+"""The log of a training run: lines on the screen, metrics.jsonl, loss.png, wandb, a profile."""
 import array
 import contextlib
 import datetime
@@ -417,3 +417,49 @@ def plot_losses(out_dir):
             figure.savefig(unfinished, dpi=120, format='png')
     except OSError as error:  # the folder has gone, or the disk is full: training goes on
         warn(f'cannot write {out_dir}/loss.png: {error.strerror}')
+
+
+class Profile:
+    """Traces three iterations of training into a folder.
+
+    folder: the folder for the trace. place: the name of this folder in the message. log: an object
+    whose method say() prints the message. first_iter: the first iteration of this process.
+    max_iters: where the run ends. If fewer than three iterations are left, fewer are traced."""
+
+    def __init__(self, folder, place, log, first_iter, max_iters):
+        self.folder = folder
+        self.place = place
+        self.log = log
+        self.is_running = False
+
+        # After the first five iterations, which warm up, if so many are left.
+        last_start = max(first_iter, max_iters - 3)
+        self.first = min(first_iter + 5, last_start)
+        self.last = self.first
+
+    def start(self, iter_num):
+        """Starts the trace if iter_num is the first iteration to trace; else does nothing. Call
+        this method before each iteration.
+
+        The first iteration to trace is usually the sixth of this process. If the run ends too early
+        for that, it is the third-last iteration of the run, or the first one of this process if
+        fewer than three are left. iter_num: the number of the next iteration."""
+        if iter_num == self.first:
+            jax.profiler.start_trace(self.folder)
+            self.is_running = True
+
+    def stop(self, iter_num, state):
+        """Stops the trace if it is running and three traced iterations are done.
+
+        iter_num: the number of iterations that are done. state: the TrainState after them."""
+        self.last = max(self.first, iter_num - 1)
+        if self.is_running and iter_num == self.first + 3:
+            jax.block_until_ready(state.params)
+            self.close()
+
+    def close(self):
+        """Stops the trace, if it is running, and prints which iterations were traced."""
+        if self.is_running:
+            jax.profiler.stop_trace()
+            self.log.say(f'traced iterations {self.first} to {self.last} into {self.place}')
+            self.is_running = False
