@@ -142,7 +142,7 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls,
     all tokens but the candidates, noise is computed for the candidates only. With None, noise is
     computed for all tokens."""
     def draw_of_all():
-        noise_BxV = 0
+        noise_BxV: ArrayLike = 0
         if controls.temperature is not None:
             # jax's default noise has 23 random bits: it would never draw a token with a probability
             # of 1e-7 beside a likely one
