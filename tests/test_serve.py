@@ -903,5 +903,7 @@ def test_the_speed_of_several_clients_ends_when_the_first_has_no_request_left():
     # two clients, three answers of 10 tokens; from 3 s on only the third is under way, half done
     answers = [Answer('', 10, 0, 0.5, 2), Answer('', 10, 0, 0.5, 3), Answer('', 10, 2, 2, 4)]
     assert speed_while_busy(answers) == pytest.approx((10 + 10 + 5) / 3)
+    # a later answer without a text, which has no first piece, counts nothing
+    assert speed_while_busy([*answers, Answer('', 1, 1, 5, 5)]) == pytest.approx((10 + 10 + 5) / 3)
     # a client that is alone is busy to the end
     assert speed_while_busy([Answer('', 10, 0, 0.5, 2), Answer('', 10, 2, 2.5, 5)]) == pytest.approx(20 / 5)

@@ -70,11 +70,11 @@ def speed_while_busy(answers):
     first_idle_at = min(answer.ended_at for answer in answers if answer.ended_at > last_asked_at)
     n_tokens = 0
     for answer in answers:
-        share = 1
-        if answer.ended_at > first_idle_at:
-            seconds = max(0, first_idle_at - answer.first_at)
-            share = seconds / (answer.ended_at - answer.first_at)
-        n_tokens += share * answer.n_tokens
+        if answer.ended_at <= first_idle_at:
+            n_tokens += answer.n_tokens
+        elif answer.first_at < first_idle_at:
+            seconds = first_idle_at - answer.first_at
+            n_tokens += answer.n_tokens * seconds / (answer.ended_at - answer.first_at)
     return n_tokens / (first_idle_at - min(answer.asked_at for answer in answers))
 
 
