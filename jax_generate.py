@@ -142,12 +142,14 @@ def sample_token(logits_BxV: Array, key_B: Array, controls: Controls,
     all tokens but the candidates, noise is computed for the candidates only. With None, noise is
     computed for all tokens."""
     def draw_of_all():
-        noise_BxV: ArrayLike = 0
+        noise_BxV = jnp.zeros_like(logits_BxV)
         if controls.temperature is not None:
             # jax's default noise has 23 random bits: it would never draw a token with a probability
             # of 1e-7 beside a likely one
-            noise_BxV = jax.vmap(
-                lambda key: jax.random.gumbel(key, (controls.n_vocab,), mode='high'))(key_B)
+            gumbel = functools.partial(jax.random.gumbel, shape=(controls.n_vocab,), mode='high')
+            # no noise is computed if all rows are greedy
+            is_drawn = True if controls.is_greedy is None else ~controls.is_greedy
+            noise_BxV = where_any(is_drawn, lambda _: jax.vmap(gumbel)(key_B), noise_BxV)
         id_V = jnp.arange(controls.n_vocab)
         return draw_by_noise(logits_BxV, noise_BxV, id_V, controls.is_greedy)
 
@@ -183,15 +185,16 @@ def sampling_logits(logits_BxV: Array, controls: Controls,
     return logits_BxV
 
 
-def where_any(control: Any, change: Callable[[Array], Array], logits_BxV: Array) -> Array:
-    """Returns change(logits_BxV) if a control is on, else the logits unchanged.
+def where_any(control: Any, change: Callable[[Array], Array], x_BxV: Array) -> Array:
+    """Returns change(x_BxV) if a control is on, else x_BxV unchanged. x_BxV: the logits, or their
+    noise.
 
     control: the value of a setting of sampling, such as top_k. A scalar is always on, because
     callers do not call this function for a setting that is off. An array [B, 1] is on if at least
     one row is nonzero. The compiled program checks this at run time."""
     if np.ndim(control) == 0:
-        return change(logits_BxV)
-    return jax.lax.cond((control != 0).any(), change, lambda logits_BxV: logits_BxV, logits_BxV)
+        return change(x_BxV)
+    return jax.lax.cond((control != 0).any(), change, lambda x_BxV: x_BxV, x_BxV)
 
 
 # fold_in(key_B[b], number_B[b]) for each row b; it would take 1 ms if it were not compiled

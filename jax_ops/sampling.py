@@ -83,7 +83,7 @@ def draw_by_noise(logits_BxC, noise_BxC, id_BxC, is_greedy):
     largest logit in a greedy row. With Gumbel noise this draws from the softmax of the row's
     logits. A row of NaN gets NO_TOKEN.
 
-    noise_BxC: an array, or 0. id_BxC: the id of each logit, or [C] if all rows have the same ids.
+    id_BxC: the id of each logit, or [C] if all rows have the same ids.
     is_greedy: bool [B, 1], or None if all rows get their noise."""
     noisy_BxC = logits_BxC + noise_BxC
     if is_greedy is not None:

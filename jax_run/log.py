@@ -432,7 +432,7 @@ class Profile:
         self.log = log
         self.is_running = False
 
-        # After the first five iterations, which warm up, if so many are left.
+        # After the first five iterations, which warm up, if the run has three more.
         last_start = max(first_iter, max_iters - 3)
         self.first = min(first_iter + 5, last_start)
         self.last = self.first
