@@ -32,10 +32,11 @@ from jax_ops.cpu import computed_once
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
 from jax_ops.matmul import (
-    all_gather_param, as_kernel, fused_linear, is_kernel, linear, quantize, soft_cap)
+    all_gather_param, as_kernel, is_kernel, linear, quantize, soft_cap)
 from jax_ops.sharding import COLUMN_PARALLEL, ROW_PARALLEL, shard
 from jax_ops.sharding import create_mesh  # noqa: F401, public here
-from jax_ops.vocabulary import INIT_STD, ParallelLMHead, VocabParallelEmbedding, cross_entropy
+from jax_ops.vocabulary import INIT_STD, cross_entropy, embed_tokens, lm_logits
+from jax_ops.vocabulary import ParallelLMHead, VocabParallelEmbedding  # noqa: F401, public here
 
 # -----------------------------------------------------------------------------
 # config
@@ -199,13 +200,13 @@ class Dense(nn.Module):
     @nn.compact
     def __call__(self, x: Array) -> Any:
         n_out = int(np.sum(self.features))
-        kernel = matrix_param(self, 'kernel', (x.shape[-1], n_out), self.init_std)
+        kernel = as_kernel(matrix_param(self, 'kernel', (x.shape[-1], n_out), self.init_std))
         bias = None
         if self.config.bias:
             bias = self.param('bias', nn.initializers.zeros, (n_out,))
         if isinstance(self.features, tuple):
-            return fused_linear(x, kernel, bias, self.features)
-        return linear(x, kernel, bias, tp=self.tp)
+            return kernel.fused_linear(x, bias, self.features)
+        return kernel.linear(x, bias, self.tp)
 
 
 def residual_dense(config: GPTConfig) -> Dense:
@@ -371,20 +372,15 @@ class GPT(nn.Module):
     def setup(self) -> None:
         cfg = self.config
         size = cfg.vocab_size, cfg.n_embd
-        table_VxD = matrix_param(self, 'wte', size)
-        self.token_embedding = VocabParallelEmbedding(
-            *size, dtype=cfg.dtype, shared_table=table_VxD)
+        self.wte = matrix_param(self, 'wte', size)
         if cfg.position == 'learned':
             wpe = matrix_param(self, 'wpe', (cfg.block_size, cfg.n_embd))  # [positions, D]
             self.wpe = all_gather_param(wpe, cfg.dtype, ((None, 'fsdp'), (None, None)))
         self.h = [Block(cfg, *cfg.layer(i)) for i in range(cfg.n_layer)]
         self.ln_f = NORMS[cfg.norm](cfg)
         # weight tying: the head multiplies by the token embeddings
-        if not cfg.tied_head:
-            table_VxD = matrix_param(self, 'lm_head', size)
-        table_VxD = as_kernel(table_VxD).gathered(cfg.dtype, ROW_PARALLEL)
-        self.head = ParallelLMHead(
-            *size, dtype=cfg.dtype, shared_table=table_VxD, cap=cfg.logit_cap)
+        table_VxD = self.wte if cfg.tied_head else matrix_param(self, 'lm_head', size)
+        self.head_table = all_gather_param(table_VxD, cfg.dtype, ROW_PARALLEL)
 
     def __call__(self, idx_BxT: Array, *, position_BxT: Array | None = None,
                  deterministic: bool = True, seq_id_B: Array | None = None,
@@ -398,7 +394,10 @@ class GPT(nn.Module):
         are computed, [B, 1, V]."""
         stream, _ = self.hidden(
             idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
-        return self.head(stream.x_BxTxD, logit_position_B, training=False)
+        x_BxTxD = stream.x_BxTxD
+        if logit_position_B is not None:
+            x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
+        return self.head(x_BxTxD, training=False)
 
     def with_cache(self, idx_BxT: Array, cache: dict, *, position_BxT: Array) -> tuple[Array, dict]:
         """Adds the T tokens to the KV cache, and computes their logits. A token attends to the
@@ -424,17 +423,23 @@ class GPT(nn.Module):
             padding_BxT=padding_BxT)
 
         def loss_of(x_BxTxD, target_BxT):
-            return cross_entropy(self.head(x_BxTxD), target_BxT)
+            return cross_entropy(self.head(x_BxTxD, training=True), target_BxT)
 
         if 0 < loss_chunk < idx_BxT.shape[1]:
             return map_sequence_chunks(loss_of, loss_chunk, stream.x_BxTxD, targets_BxT)
         return loss_of(stream.x_BxTxD, targets_BxT)
 
+    def head(self, x_BxTxD: Array, *, training: bool) -> Array:
+        """Returns the logits, float32 [B, T, V]. training: see lm_logits."""
+        x_BxTxD = x_BxTxD.astype(self.config.dtype)
+        return lm_logits(self.head_table, x_BxTxD, cap=self.config.logit_cap, training=training)
+
     def embed(self, idx_BxT: Array, call: Call) -> Stream:
         """Returns the Stream into the first block: the embeddings of the tokens idx_BxT, plus
         the embeddings of their positions if the model has a wpe. Dropout applies to the sum."""
         cfg = self.config
-        x_BxTxD = self.token_embedding(idx_BxT) * jnp.asarray(cfg.embed_scale, cfg.dtype)
+        x_BxTxD = embed_tokens(self.wte, idx_BxT, cfg.dtype)
+        x_BxTxD *= jnp.asarray(cfg.embed_scale, cfg.dtype)
         if cfg.position == 'learned':
             wpe_BxTxD = jnp.take(self.wpe, call.position_BxT, axis=0, mode='clip')
             x_BxTxD += wpe_BxTxD.astype(cfg.dtype)

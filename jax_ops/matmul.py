@@ -27,7 +27,7 @@ def all_gather_param(param, dtype, tp=()):
     tp: a pair, the sharding of the parameter before the gather and its sharding after the gather.
     COLUMN_PARALLEL is such a pair. With the default (), for a parameter that is not sharded, there
     is no gather: the parameter is only rounded to `dtype`."""
-    if not current_mesh():
+    if not current_mesh() or is_kernel(param):
         return param
 
     def gather(param):
@@ -92,9 +92,10 @@ def matmul_fwd(x, y, transpose_rhs, dtype, tp):
 def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     x, y_stored = residuals
     g = g.astype(x.dtype)
-    if current_mesh() and tp == ROW_PARALLEL:
+    mesh = current_mesh()
+    if mesh and tp == ROW_PARALLEL:
         g = gather_positions(g)
-    if current_mesh() and tp:
+    if mesh and tp:
         # The barrier prevents CSE with the forward all-gather, and keeps this all-gather inside a
         # loop of micro-steps. It ties the weights to x, not to g, so that XLA can prefetch them
         # before g is known (docs/parallelism.md#overlap).
@@ -107,7 +108,7 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     dx = matmul_f32_acc(g, y)
 
     # the gradient of y; if y is a kernel, it is a sum over all rows
-    if y.ndim == 2 and x.ndim == 3 and is_context_split():
+    if y.ndim == 2 and x.ndim == 3 and mesh and mesh.shape['context'] > 1:
         return dx, sharded_weight_grad(x, g, y_stored.dtype, transpose_rhs, tp)
     if y.ndim == 2:
         x = x.reshape(-1, x.shape[-1])
@@ -118,12 +119,6 @@ def matmul_bwd(transpose_rhs, dtype, tp, residuals, g):
     if tp:
         dy = shard(dy, *tp[0])  # reduce-scattered to the stored shard
     return dx, dy
-
-
-def is_context_split():
-    """Returns whether positions are sharded (context parallelism)."""
-    mesh = current_mesh()
-    return bool(mesh) and dict(mesh.shape).get('context', 1) > 1
 
 
 def sharded_weight_grad(x_BxTxI, g_BxTxO, dtype, transpose_rhs, tp):
@@ -221,11 +216,6 @@ class Kernel:
         """Returns the object that as_kernel() was given: an array for a Plain, else the Kernel."""
         return self
 
-    def gathered(self, dtype, tp):
-        """Returns this kernel unchanged. Only Plain overrides this method, and returns the kernel's
-        array, all-gathered over fsdp by all_gather_param. dtype, tp: as in all_gather_param."""
-        return self
-
     def can_be_chosen(self, n_rows):
         """Returns whether choose() supports this form of kernel with n_rows rows of x; False in the
         base class. The kernel must be a stack of matrices [E, I, O], for example of E experts.
@@ -263,9 +253,6 @@ class Plain(Kernel, struct.PyTreeNode):
 
     def stored(self):
         return self.values
-
-    def gathered(self, dtype, tp):
-        return all_gather_param(self.values, dtype, tp)
 
     def choose(self, matrix_R):
         return self.values[matrix_R]
@@ -305,10 +292,6 @@ class Int8(Kernel, struct.PyTreeNode):
         x_BxTxD = as_int8(jnp.take(self.values, idx_BxT, axis=0, mode='clip')).astype(dtype)
         scale_BxT = jnp.take(self.scale, idx_BxT, mode='clip')
         return x_BxTxD * scale_BxT[..., None].astype(dtype)
-
-    def logits(self, x_BxTxD, training):
-        """Computes x @ table.T, see lm_logits."""
-        return self.multiply(x_BxTxD, COLUMN_PARALLEL)
 
     def can_be_chosen(self, n_rows):
         E, _, I = self.values.shape
@@ -448,17 +431,6 @@ def linear(x, kernel, bias=None, *, tp=()):
     """Computes x [..., I] @ kernel [I, O] + bias [O], in x's dtype. kernel: an array or a Kernel.
     tp: COLUMN_PARALLEL or ROW_PARALLEL, if the kernel is sharded over tensor ranks."""
     return as_kernel(kernel).linear(x, bias, tp)
-
-
-def fused_linear(x, kernel, bias, widths):
-    """Computes linear(x, kernel, bias), and splits the result on its last axis into parts of
-    `widths` columns. Returns the list of the parts. The kernel [I, sum(widths)] holds the kernels
-    of several projections side by side, as c_attn does.
-
-    With tensor parallelism the matmul needs the kernel's columns in the order of order_by_rank.
-    Columns that are stored in another order are reordered first. The returned list is the same in
-    both cases."""
-    return as_kernel(kernel).fused_linear(x, bias, widths)
 
 
 def order_by_rank(x, widths, n_ranks):

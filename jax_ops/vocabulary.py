@@ -1,6 +1,6 @@
 """Embedding and LM head of a vocabulary that is sharded over the tensor axis."""
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +13,26 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as Spec
 from jax_flags import UserError, ceil_div
 from jax_ops.matmul import is_kernel, matmul, matmul_nt, soft_cap
 from jax_ops.sharding import (
-    BATCH, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh,
+    BATCH, COLUMN_PARALLEL, batch_axes, current_mesh, gather_positions, position_axes, run_on_mesh,
     shard)
 
 INIT_STD = 0.02  # standard deviation of the initial tables and matrices, as GPT-2's
 
 
-class Table(NamedTuple):
-    """An array [V, D] as an embedding table, with the methods embed and logits. A quantized table
-    is an Int8 (matmul.py), which has these two methods itself."""
-    values_VxD: jax.Array
-
-    def embed(self, idx_BxT, dtype):
-        """Returns the rows idx_BxT of the table, [B, T, D], in dtype; see embed_tokens."""
-        table_VxD = self.values_VxD
-        dtype = dtype or table_VxD.dtype
-        if current_mesh():
-            return embed_on_mesh(table_VxD, idx_BxT, dtype)
-        if table_VxD.dtype == jnp.bfloat16:
-            # else XLA:CPU would copy the table to float32 before a decode loop
-            table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
-        return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
-
-    def logits(self, x_BxTxD, training):
-        """Computes x @ table.T, see lm_logits."""
-        if training:
-            return matmul(x_BxTxD, self.values_VxD, transpose_rhs=True, dtype=jnp.float32)
-        return matmul_nt(x_BxTxD, self.values_VxD)
-
-
-def as_table(table):
-    """Returns an object that has the methods of a Kernel: an array is wrapped in a Table; an Int8
-    is a Kernel already, and is returned unchanged."""
-    return table if is_kernel(table) else Table(table)
-
-
 def embed_tokens(table_VxD, idx_BxT, dtype=None):
-    """Returns table[idx], [B, T, D], in dtype (default: the table's). An id beyond the table gives
-    the table's last row. The gradient of the table is summed in the table's dtype, float32, because
-    in bfloat16 a sum over the many tokens of one id stagnates."""
-    return as_table(table_VxD).embed(idx_BxT, dtype)
+    """Returns table[idx], [B, T, D], in dtype (default: the table's). table_VxD: an array, or an
+    Int8. An id beyond the table gives the table's last row. The gradient of the table is summed in
+    the table's dtype, float32, because in bfloat16 a sum over the many tokens of one id
+    stagnates."""
+    if is_kernel(table_VxD):
+        return table_VxD.embed(idx_BxT, dtype)
+    dtype = dtype or table_VxD.dtype
+    if current_mesh():
+        return embed_on_mesh(table_VxD, idx_BxT, dtype)
+    if table_VxD.dtype == jnp.bfloat16:
+        # else XLA:CPU would copy the table to float32 before a decode loop
+        table_VxD, idx_BxT = jax.lax.optimization_barrier((table_VxD, idx_BxT))
+    return jnp.take(table_VxD, idx_BxT, axis=0, mode='clip').astype(dtype)
 
 
 def embed_on_mesh(table_VxD, idx_BxT, dtype):
@@ -106,16 +86,21 @@ def lookup_range(rows_VxD, idx, start):
     return jnp.where(is_here[..., None], jnp.take(rows_VxD, row, axis=0, mode='clip'), 0)
 
 
-def lm_logits(table_VxD, x_BxTxD, *, cap, training):
+def lm_logits(table_VxD, x_BxTxD, *, cap=0.0, training=True):
     """Computes soft_cap(x @ table.T, cap) -> float32 [B, T, V]; a cap of 0 is none. On a mesh each
     device keeps the logits of its vocabulary range.
 
-    training: True uses matmul(), which pays off for many tokens; False reads the table in place,
-    which suits decoding."""
+    table_VxD: as in embed_tokens. training: True uses matmul(), which pays off for many tokens;
+    False reads the table in place, which suits decoding."""
     is_on_mesh = current_mesh() is not None
     if is_on_mesh:
         x_BxTxD = gather_positions(x_BxTxD)
-    logits_BxTxV = as_table(table_VxD).logits(x_BxTxD, training)
+    if is_kernel(table_VxD):
+        logits_BxTxV = table_VxD.multiply(x_BxTxD, COLUMN_PARALLEL)
+    elif training:
+        logits_BxTxV = matmul(x_BxTxD, table_VxD, transpose_rhs=True, dtype=jnp.float32)
+    else:
+        logits_BxTxV = matmul_nt(x_BxTxD, table_VxD)
     if cap:
         logits_BxTxV = soft_cap(logits_BxTxV, cap)
     if is_on_mesh:
@@ -158,15 +143,12 @@ class VocabParallel(nn.Module):
       load_weight_shard returns them. Rows of zeros stand for ids beyond the table.
     - sharded_forward, also for custom code, computes the full result on the mesh that is passed to
       it. The rows of the table are sharded over the mesh axis tensor. tp_size and tp_rank have no
-      effect. The parameter `weight` is the full table.
-
-    shared_table: the table, if another module has it as a parameter; then there is no `weight`."""
+      effect. The parameter `weight` is the full table."""
     num_embeddings: int
     embedding_dim: int
     tp_size: int = 1
     tp_rank: int = 0
     dtype: Any = 'float32'
-    shared_table: Any = None
 
     @property
     def n_rows(self) -> int:
@@ -181,12 +163,8 @@ class VocabParallel(nn.Module):
         first = self.tp_rank * self.n_rows
         return pad_rows(jnp.asarray(full), self.tp_size)[first:first + self.n_rows]
 
-    def table(self, n_rows: int) -> Any:
-        """Returns the layer's field shared_table if it is not None, as in GPT. Otherwise returns
-        the layer's own parameter `weight`, [n_rows, embedding_dim]. n_rows: the number of rows of
-        `weight`; has no effect on shared_table."""
-        if self.shared_table is not None:
-            return self.shared_table
+    def table(self, n_rows: int) -> Array:
+        """Returns the layer's parameter `weight`, [n_rows, embedding_dim]."""
         shape = n_rows, self.embedding_dim
         return self.param('weight', nn.initializers.normal(INIT_STD), shape)
 
@@ -215,19 +193,17 @@ class VocabParallelEmbedding(VocabParallel):
 class ParallelLMHead(VocabParallel):
     """Computes the logits of x [B, T, D] by a table that is sharded over ranks, see VocabParallel.
 
-    bias: whether there is a parameter `bias`, with an element for each row of the table. cap: for
-    soft_cap of the logits; 0 is none. Both __call__ and sharded_forward accept last_B. If it is
-    given, they compute only the logits of position last_B[b] of each sequence b, [B, 1, ...]."""
+    bias: whether there is a parameter `bias`, with an element for each row of the table. Both
+    __call__ and sharded_forward accept last_B. If it is given, they compute only the logits of
+    position last_B[b] of each sequence b, [B, 1, ...]."""
     bias: bool = False
-    cap: float = 0.0
 
     @nn.compact
-    def __call__(self, x_BxTxD: Array, last_B: Array | None = None, *,
-                 training: bool = True) -> Array:
+    def __call__(self, x_BxTxD: Array, last_B: Array | None = None) -> Array:
         """Returns the logits, float32 [B, T, V]. With tp_size > 1 the logits are those of this
         rank's ids, [B, T, n_rows]; ids beyond the vocabulary have -inf. last_B: see the class. With
-        last_B, the axis T has length 1. training: see lm_logits."""
-        logits = self.logits(x_BxTxD, last_B, self.n_rows, training=training)
+        last_B, the axis T has length 1."""
+        logits = self.logits(x_BxTxD, last_B, self.n_rows)
         if self.tp_size == 1:
             return logits
         ids = self.tp_rank * self.n_rows + jnp.arange(self.n_rows)
@@ -245,10 +221,10 @@ class ParallelLMHead(VocabParallel):
             logits = jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, Spec()))
         return logits
 
-    def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int, mesh: Mesh | None = None, *,
-               training: bool = True) -> Array:
-        """Computes x @ table.T, the part that __call__ and sharded_forward share. Applies soft_cap
-        if there is a cap, then adds the bias if there is one. Returns the logits of all positions,
+    def logits(self, x_BxTxD: Array, last_B: Array, n_rows: int,
+               mesh: Mesh | None = None) -> Array:
+        """Computes x @ table.T, the part that __call__ and sharded_forward share. Adds the bias if
+        there is one. Returns the logits of all positions,
         float32 [B, T, n_rows]. With last_B, returns the logits of one position of each sequence,
         float32 [B, 1, n_rows].
 
@@ -256,14 +232,12 @@ class ParallelLMHead(VocabParallel):
         of the table, self.n_rows in __call__ (the rows of this rank) and num_embeddings in
         sharded_forward (the full table). mesh: the mesh of sharded_forward; the table is sharded
         over its axis 'tensor'. __call__ passes None, and the computation uses the mesh that is set
-        (jax.set_mesh), if any. training: see lm_logits."""
+        (jax.set_mesh), if any."""
         if last_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, last_B[:, None, None], axis=1)
 
         x_BxTxD = x_BxTxD.astype(self.dtype)
-        multiply = functools.partial(lm_logits, cap=self.cap, training=training)
-        if mesh is not None:
-            multiply = run_on_mesh(multiply, mesh)
+        multiply = lm_logits if mesh is None else run_on_mesh(lm_logits, mesh)
         logits = multiply(self.table(n_rows), x_BxTxD)
         if self.bias:
             logits += self.param('bias', nn.initializers.zeros, (n_rows,))
