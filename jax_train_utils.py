@@ -1,7 +1,6 @@
 """The parts of training: schedule, optimizer, objectives, state, training step, evaluation step and
 evaluation."""
 import dataclasses
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +15,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 
 from jax_devices.layout import Layout
+from jax_devices.layout import pmap_train_step, setup_distributed_training  # noqa: F401, public here
+from jax_devices.setup import (  # noqa: F401, public here
+    check_device_availability, setup_jax_environment)
 from jax_flags import CHOICES, UserError, ceil_div, check_choice
 from jax_ops.matmul import LowRank, map_nodes, without_scales
+from jax_run.checkpoints import load_checkpoint, save_checkpoint  # noqa: F401, public here
+from jax_run.sources import get_batch_jax  # noqa: F401, public here
 from jax_transformer import GPT, WEIGHTS, GPTConfig, count_params, init_params
 
 DROPOUT = 1  # folded into the seed's key, so that dropout has its own numbers; sources.DATA is 0
@@ -198,15 +202,11 @@ def create_optimizer_with_schedule(schedule: Callable, *, beta1: float = 0.9, be
 def scale_by_schedule(default: Callable) -> optax.GradientTransformation:
     """Makes optax.scale_by_learning_rate(default) with one addition. Its update() accepts the
     keyword argument `schedule`, which replaces `default`. See create_optimizer_with_schedule."""
-    def init(params):
-        return optax.ScaleByScheduleState(count=jnp.zeros([], jnp.int32))
-
     def update(updates, state, params=None, *, schedule=None, **more):
-        rate = (schedule or default)(state.count)
-        updates = jax.tree.map(lambda g: jnp.array(-rate, dtype=g.dtype) * g, updates)
-        return updates, optax.ScaleByScheduleState(optax.safe_increment(state.count))
+        return optax.scale_by_learning_rate(schedule or default).update(updates, state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(
+        optax.scale_by_learning_rate(default).init, update)
 
 
 def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
@@ -215,7 +215,7 @@ def clip_gradients(grads: dict, max_norm: float) -> tuple[dict, Array]:
     norm = optax.tree.norm(grads)
     if max_norm:
         scale = jnp.minimum(1, max_norm / (norm + 1e-6))
-        grads = jax.tree.map(lambda g: g * scale, grads)
+        grads = optax.tree.scale(scale, grads)
     return grads, norm
 
 
@@ -359,8 +359,8 @@ def create_updates(rng: Array, params: dict, rank: int) -> dict:
     that the first forward pass gives the same as the base model."""
     updates = {}
     for i, (path, kernel) in enumerate(flatten_dict(params).items()):
-        is_kernel = path[-1] == 'kernel' and kernel.ndim == 2
-        if is_kernel and path[-2] != 'router':
+        is_matrix = path[-1] == 'kernel' and kernel.ndim == 2
+        if is_matrix and path[-2] != 'router':
             n_in, n_out = kernel.shape
             a = jax.random.normal(jax.random.fold_in(rng, i), (n_in, rank)) * n_in**-0.5
             updates[path] = {'a': a, 'b': jnp.zeros((rank, n_out))}
@@ -561,7 +561,7 @@ def skip_overflow(state: TrainState, updated: TrainState, grad_norm: Array) -> T
     Returns `updated` if grad_norm is finite. If not, returns `state` with half of its loss scale.
     2000 good updates in a row double the scale. state.step counts only the updates made."""
     is_finite = jnp.isfinite(grad_norm)
-    chosen = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), updated, state)
+    chosen = optax.tree.where(is_finite, updated, state)
     good_steps = jnp.where(is_finite, state.loss_scale['good_steps'] + 1, 0)
     growth = jnp.where(good_steps == 2000, 2.0, 1.0)
     factor = jnp.where(is_finite, growth, 0.5)
@@ -680,22 +680,3 @@ def estimate_losses(state: TrainState, eval_step: Callable, sets: list, layout: 
     for one, losses in zip(sets, found):
         results[f'val_{one.name}'] = losses['val']
     return results
-
-
-# -----------------------------------------------------------------------------
-# public here, defined elsewhere; imported on first use
-
-ELSEWHERE = {
-    'pmap_train_step': 'jax_devices.layout',
-    'setup_distributed_training': 'jax_devices.layout',
-    'check_device_availability': 'jax_devices.setup',
-    'setup_jax_environment': 'jax_devices.setup',
-    'get_batch_jax': 'jax_run.sources',
-    'load_checkpoint': 'jax_run.checkpoints',
-    'save_checkpoint': 'jax_run.checkpoints'}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in ELSEWHERE:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    return getattr(importlib.import_module(ELSEWHERE[name]), name)
