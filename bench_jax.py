@@ -332,7 +332,7 @@ def make_prompts(vocab_size):
     if not dataset:
         random = np.random.default_rng(seed)
         return random.integers(vocab_size, size=(batch_size, prompt_len))
-    datasets, *_ = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)
+    datasets = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)
     tokens = datasets['val']
     starts = np.linspace(0, len(tokens) - prompt_len - 1, batch_size).astype(int)
     return open_source(tokens, block_size=prompt_len, seed=seed).read(starts)['x']

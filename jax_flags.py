@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import errno
 import functools
+import hashlib
 import importlib.util
 import inspect
 import json
@@ -218,6 +219,11 @@ def read_json(path, *, optional=False):
 def write_json(path, values):
     """Writes a JSON file, atomically."""
     write_text(path, json.dumps(values, indent=2) + '\n')
+
+
+def digest(value):
+    """Returns the SHA-256, in hex, of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def shows_fields(kind: type) -> Callable[[Function], Function]:

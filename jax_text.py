@@ -74,10 +74,10 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
                         f'the {jax.process_count()} processes')
     devices = devices[:n_devices]
     layout = setup_distributed_training(devices, tensor=tensor, expert=expert)
-    read = functools.partial(read_model, layout=layout, dtype=dtype, quantize=quantize)
 
     # the model, and its tokenizer
-    found = read(source, checkpoint=checkpoint, base=base, with_tokenizer=not dataset)
+    found = read_model(source, checkpoint=checkpoint, base=base, with_tokenizer=not dataset,
+                       layout=layout, dtype=dtype, quantize=quantize)
     description = found.tokenizer
     if dataset and not is_run(source):
         from jax_run.data import dataset_folder, load_dataset_meta
@@ -120,7 +120,7 @@ class LoadedModel(NamedTuple):
     about: dict | None = None  # for a run: see describe_checkpoint
 
 
-def read_model(source, *, checkpoint='', base='', with_tokenizer, layout, dtype, quantize):
+def read_model(source, *, checkpoint, base, with_tokenizer, layout, dtype, quantize):
     """Returns the LoadedModel of a source; see load.
 
     with_tokenizer: whether to read the tokenizer of pretrained weights. A caller with another

@@ -261,7 +261,7 @@ def describe_row(generation, i, number):
 # generate and print: each sample while it grows, or a batch of rows of similar length at a time
 generations = []
 batch_size = 1 if cfg.stream else cfg.batch_size
-stream_cache = PrefixCache()  # the samples of a prompt share its prefill
+stream_cache = PrefixCache() if cfg.stream else None  # the samples of a prompt share its prefill
 waiting = {}  # {(number of prompt, number of sample): text}, to print in order
 to_print = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
             if (number, index) not in done]
@@ -272,7 +272,7 @@ for rows in batches:
     generation = Generation(
         model, [prompts[number] for number, _ in rows], sampling,
         first_sample=[index for _, index in rows], streaming=cfg.stream,
-        prefix_cache=stream_cache if cfg.stream else None, logprobs=bool(cfg.output))
+        prefix_cache=stream_cache, logprobs=bool(cfg.output))
     generations.append(generation)
     if cfg.stream:
         if cfg.chat:

@@ -120,9 +120,9 @@ from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import (
     StopSignal, check_agreement, initialize_distributed, signal_name)
 from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
-from jax_run.checkpoints import run_folder
+from jax_run.checkpoints import data_since, run_folder
 from jax_run.log import Profile, RunLog
-from jax_run.manifest import begins_anew, flags_of, open_manifest
+from jax_run.manifest import flags_of, open_manifest
 from jax_run.minutes import Deadline, first_batch, iterations_that_fit, say_if_few_iterations
 from jax_run.out_dir import OutDir
 from jax_run.sources import open_data
@@ -278,7 +278,8 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # training loop
     iter_num = run.iter_num
-    best_val_loss = NO_LOSS if begins_anew(manifest, iter_num) else run.best_val_loss
+    begins_with_these_data = data_since(manifest) == iter_num  # losses of other data do not compare
+    best_val_loss = NO_LOSS if begins_with_these_data else run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled
     while True:

@@ -157,11 +157,8 @@ def why_not_splash(config, device, *, tensor=1, context=1):
     return why_not_flash(config)
 
 
-def choose_experts(config, device):
-    """Returns (one of EXPERT_WAYS; reason) for a model's mixtures of experts on `device`. Returns
-    ('loop', 'no experts') for a model without experts."""
-    if config.moe is None:
-        return 'loop', 'no experts'
+def choose_experts(device):
+    """Returns (one of EXPERT_WAYS; reason) for the mixtures of experts of a model on `device`."""
     if device.platform == 'cpu':
         return 'loop', "a block of rows stays in the CPU's cache"
     return 'batched', 'no loop over experts'
@@ -173,7 +170,7 @@ def with_experts(config, layout):
     experts, returns (the config unchanged; {})."""
     if not config.moe:
         return config, {}
-    experts, reason = choose_experts(config, layout.devices[0])
+    experts, reason = choose_experts(layout.devices[0])
     return dataclasses.replace(config, experts=experts), {'experts': reason}
 
 

@@ -398,7 +398,6 @@ class Stopwatch:
 
     def __init__(self, started=None):
         self.compiling = 0.0
-        self.saved = 0.0  # seconds of compilation that the cache of compiled programs has saved
         self.start = time.perf_counter()
         self.started = self.start if started is None else started
         self.imports_s = self.start - self.started
@@ -412,8 +411,6 @@ class Stopwatch:
         `saved`. Ignores all other events."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
-        if event == '/jax/compilation_cache/compile_time_saved_sec':
-            self.saved += seconds
 
     def lap(self):
         """Returns the Lap since the last call. Before you call this method, wait for the device."""

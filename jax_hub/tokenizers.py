@@ -1,7 +1,6 @@
 """Converts text to token ids and back. meta.json and every checkpoint have a dict that describes a
 tokenizer."""
 import functools
-import hashlib
 import json
 import os
 import re
@@ -10,7 +9,7 @@ import sys
 import numpy as np
 
 from jax_flags import (
-    CONTROLS, UserError, read_json, whole_characters)
+    CONTROLS, UserError, digest, read_json, whole_characters)
 from jax_hub.folders import (
     import_transformers, path_inside, read_config_json, telling_warnings, text_config)
 
@@ -563,11 +562,6 @@ def tokens_digest(tokenizer):
     around = tokenizer.encode(text, add_special_tokens=False).ids
     tokenizer.encode_special_tokens = is_plain
     return digest([sorted(tokenizer.get_vocab().items()), probe_ids(tokenizer), around])
-
-
-def digest(content):
-    """Returns the SHA-256, in hex, of a value that JSON can write."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def check_tokens(data, dataset, model, model_name, vocab_size):

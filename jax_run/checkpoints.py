@@ -1,6 +1,6 @@
 """Saves and restores a TrainState in out_dir/ckpt/<iteration>. Orbax writes the checkpoint in the
 background. A checkpoint is always either complete or absent."""
-import hashlib
+import itertools
 import json
 import logging
 import math
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    TryAgain, UserError, check_choice, did_you_mean, exit_if_peer_died, is_in_bucket, lock_file,
+    TryAgain, UserError, check_choice, did_you_mean, digest, exit_if_peer_died, is_in_bucket, lock_file,
     printable, read_json, warn, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
@@ -399,7 +399,7 @@ def describe_checkpoint(out_dir, step, meta):
     values = {'manifest': meta.get('manifest'), **items}
     digests = {}
     for name, value in values.items():
-        digests[name] = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+        digests[name] = digest(value)[:16]
     return {'iteration': step, 'digests': digests}
 
 
@@ -532,9 +532,9 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     # Take the first that is intact. If there is none, take the first that has only lost its checksums:
     # a loss of power may have emptied that small file in all of them.
     problems = []
-    lost_checksums = [step for step in steps if not has_checksums(run, folder / str(step))]
-    tries = [(step, True) for step in steps] + [(step, False) for step in lost_checksums]
-    for step, is_checked in tries:
+    for is_checked, step in itertools.product((True, False), steps):
+        if not is_checked and has_checksums(folder / str(step)):
+            continue
         try:
             meta = open_checkpoint(run, step, items, is_checked)
         except UserError as error:
@@ -548,7 +548,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 
 
-def has_checksums(run, path):
+def has_checksums(path):
     """Returns whether all processes can read the checksums of the checkpoint folder `path`."""
     try:
         can_read = bool(read_json(path / 'checksums.json', optional=True))

@@ -180,10 +180,9 @@ def load_dataset(data_dir, block_size):
     id) and the numbers of tokens, these values are trusted, and only the sizes of the files are
     compared with the numbers of tokens. Otherwise all tokens are read, a share in each process.
 
-    Returns ({'train': array, 'val': array}; vocab_size; tokenizer description), see
-    load_dataset_meta. An array is uint16 or uint32, [n_tokens], or [n_rows, block_size + 1] if the
-    data set was prepared in rows. Raises UserError for missing, short or damaged files, for rows of
-    another length, and for token ids outside the vocabulary."""
+    Returns {'train': array, 'val': array}. An array is uint16 or uint32, [n_tokens], or [n_rows,
+    block_size + 1] if the data set was prepared in rows. Raises UserError for missing, short or
+    damaged files, for rows of another length, and for token ids outside the vocabulary."""
     data_dir = relative_path(data_dir)
     meta = load_dataset_meta(data_dir)
 
@@ -212,7 +211,7 @@ def load_dataset(data_dir, block_size):
             raise UserError(f"{path.name} has token id {largest}, outside the vocabulary of "
                             f"{meta['vocab_size']}; {remedy_for(data_dir)}")
         read_at_random(tokens)
-    return splits, meta['vocab_size'], meta['tokenizer']
+    return splits
 
 
 def check_size(path, meta, split, block_size):
@@ -267,12 +266,6 @@ def load_masks(data_dir, splits):
         masks[split] = open_tokens(paths[split], np.uint8).reshape(tokens.shape)
         read_at_random(masks[split])
     return masks
-
-
-def load_digests(data_dir):
-    """Returns {file: SHA-256} from the meta.json of a data set, or {} if meta.json has no
-    digests."""
-    return load_dataset_meta(data_dir)['digests'] or {}
 
 
 def load_ends(path, n_tokens):

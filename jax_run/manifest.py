@@ -30,7 +30,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import subprocess
@@ -41,8 +40,7 @@ import jax
 import numpy as np
 
 from jax_devices.processes import check_agreement, in_all_processes
-from jax_flags import UserError, is_on_command_line
-from jax_run.checkpoints import data_since
+from jax_flags import UserError, digest, is_on_command_line
 from jax_run.data import check_not_cut, read_soon
 
 FORMAT = 1
@@ -84,7 +82,7 @@ def open_manifest(run, data, config):
     In a resume, compares the data with the data of the checkpoint. If they differ, raises
     UserError. There is one exception: a command line with both --init_from=resume and --dataset
     shows that the user wants other data. The run then goes on, but ignores the checkpoint's best
-    validation loss (see begins_anew)."""
+    validation loss."""
     manifest = make_manifest(run, data, config)
     check_agreement('code, versions or data', flatten(manifest))
     if run.resumed:
@@ -104,12 +102,13 @@ def make_manifest(run, data, config):
     """Returns the manifest of a run that begins now (see the head of this file). run, data, config:
     see open_manifest."""
     start = 'pretrained' if run.model.source else 'scratch'
+    tokenizer = {name: value for name, value in run.meta['tokenizer'].items() if name != 'path'}
     return {
         'format': FORMAT,
         'data': describe_data(data.sets),
         'earlier_data': [],
         'earlier': [],
-        'tokenizer': digest(describe_tokenizer(run.meta['tokenizer'])),
+        'tokenizer': digest(tokenizer)[:16],
         'start': 'lora' if run.model.lora else start,
         'sources': dict(digest_sources()),
         'commit': find_commit(),
@@ -356,13 +355,6 @@ def continue_data(run, data):
     return [*known['earlier_data'], {'until': run.iter_num, 'data': known['data']}]
 
 
-def begins_anew(manifest, iter_num):
-    """Returns whether a run that is resumed at iteration iter_num trains on different data than
-    before this iteration. If so, losses cannot be compared, and the run ignores the best validation
-    loss in its checkpoint. manifest: the resumed run's manifest."""
-    return bool(manifest['earlier_data']) and data_since(manifest) == iter_num
-
-
 def val_digest(manifest):
     """Returns a digest of the validation data. Losses of two runs can be compared if the runs'
     digests are equal. manifest: a run's manifest.
@@ -376,22 +368,11 @@ def val_digest(manifest):
         of_val = {name: (file['bytes'], file['samples']) for name, file in one['files'].items()
                   if name.startswith('val')}
         files.append([one['fraction'], of_val])
-    return digest(files)
-
-
-def describe_tokenizer(tokenizer):
-    """Returns `tokenizer`, the description of a tokenizer, without its path, because the manifest
-    has no paths."""
-    return {name: value for name, value in tokenizer.items() if name != 'path'}
+    return digest(files)[:16]
 
 
 # -----------------------------------------------------------------------------
 # code
-
-def digest(value):
-    """Returns a digest of a JSON value, 16 hex digits of its SHA-256."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
 
 @functools.cache
 def digest_sources():

@@ -19,6 +19,7 @@ from jax_run.data import DataChanged
 from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
 
+
 class OutDir:
     """The folder of a run. The constructor locks the folder until close() or the end of the
     process. The constructor raises UserError in two cases: the folder holds an earlier run that is
@@ -106,10 +107,11 @@ class OutDir:
     def save(self, iter_num, state, best_val_loss, val_loss=None, *, is_last=False):
         """Saves a checkpoint of iteration iter_num. Does nothing at the iteration at which the run
         began: a resumed run has this checkpoint already, and a new run has not been trained yet.
-        best_val_loss:
-        the lowest validation loss so far. val_loss: that of this iteration, None without an
-        evaluation. is_last: whether this is the last checkpoint. Raises UserError if the parameters
-        are not finite, and whenever save_checkpoint does."""
+
+        best_val_loss: the lowest validation loss so far. val_loss: that of this iteration, None
+        without an evaluation. is_last: whether this is the last checkpoint.
+
+        Raises UserError if the parameters are not finite, and whenever save_checkpoint does."""
         run = self.run
         self.is_ending = is_last
         if iter_num == run.iter_num:

@@ -1,10 +1,9 @@
 """Divides the samples of sample_jax.py into batches, and writes the file of samples. If a command
 was killed, the same command continues the file."""
-import hashlib
 import json
 import os
 
-from jax_flags import UserError, read_text, write_text
+from jax_flags import UserError, digest, read_text, write_text
 
 # flags that do not change the texts; `start` does, and the digest has the prompts that it gives
 WITHOUT_EFFECT = {
@@ -16,8 +15,7 @@ def digest_flags(flags, title, prompts):
     """Returns a digest of what the samples depend on: the flags, the title of the model, and the
     ids of the prompts. A file of samples with another digest is not continued."""
     values = {name: value for name, value in flags.items() if name not in WITHOUT_EFFECT}
-    content = json.dumps([values, title, prompts], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    return digest([values, title, prompts])[:16]
 
 
 def split_rows(prompts, num_samples, batch_size, done=()):

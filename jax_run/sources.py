@@ -26,7 +26,7 @@ from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import UserError
 from jax_hub.tokenizers import load_token_bytes
 from jax_run.data import (
-    byte_scale, check_not_cut, load_dataset, load_dataset_meta, load_digests, load_ends, load_masks,
+    byte_scale, check_not_cut, load_dataset, load_dataset_meta, load_ends, load_masks,
     relative_path)
 
 DATA = 0  # goes into the seed of the random numbers for data; those of dropout have DROPOUT
@@ -60,22 +60,16 @@ class Order(NamedTuple):
         places = np.empty(len(numbers), np.int64)
         for epoch in np.unique(epochs):
             is_here = epochs == epoch
-            offset, order = shuffle(self, int(epoch))
+            offset, order = epochs_of(self)(int(epoch))
             places[is_here] = offset + self.stride * order[index[is_here]].astype(np.int64)
         return places
-
-
-def shuffle(order: Order, epoch: int) -> tuple[int, np.ndarray]:
-    """Shuffles an epoch of an Order. Returns (offset; permutation), see shuffle_epoch. Caches the
-    results for the latest two epochs of each Order, because an iteration that crosses the end of an
-    epoch reads from two epochs."""
-    return epochs_of(order)(epoch)
 
 
 @functools.lru_cache(maxsize=1024)
 def epochs_of(order: Order) -> Callable:
     """Returns a function f(epoch) with the result of shuffle_epoch(order, epoch). The function
-    caches its last two results."""
+    caches its last two results, because an iteration that crosses the end of an epoch reads from
+    two epochs."""
     return functools.lru_cache(maxsize=2)(functools.partial(shuffle_epoch, order))
 
 
@@ -555,7 +549,7 @@ def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
     tokens = {}
     masks = {}
     for folder in shares:
-        tokens[folder] = load_dataset(folder, options['block_size'])[0]
+        tokens[folder] = load_dataset(folder, options['block_size'])
         masks[folder] = load_masks(folder, tokens[folder])
 
     # If others have masks, a set without one gets a mask of ones: all its tokens count.
@@ -572,7 +566,7 @@ def open_texts(shares: dict[Path, float], options: dict) -> list[DataSet]:
                 mask = np.broadcast_to(np.uint8(COUNTS), array.shape)
             splits[split] = open_source(array, mask, split=split, **options)
             splits[split].byte_scale = byte_scale(meta, split)
-        sets.append(DataSet(folder.name, fraction, splits, files, load_digests(folder)))
+        sets.append(DataSet(folder.name, fraction, splits, files, meta['digests'] or {}))
     return sets
 
 
@@ -587,7 +581,7 @@ def open_source(tokens: np.ndarray, mask: np.ndarray | None = None, **options: A
 def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
     """Opens a data set of pairs. Returns a DataSet. length_normalized: see Pairs. options: further
     keyword arguments of Pairs."""
-    tokens = load_dataset(folder, 0)[0]  # sequences of any length
+    tokens = load_dataset(folder, 0)  # sequences of any length
     masks = load_masks(folder, tokens)
     splits = {}
     files = {}
@@ -597,4 +591,4 @@ def open_pairs(folder: Path, length_normalized: bool, options: dict) -> DataSet:
                   f'{split}_ends.bin': ends}
         splits[split] = Pairs(array, masks[split], ends, length_normalized=length_normalized,
                               split=split, **options)
-    return DataSet(folder.name, 1.0, splits, files, load_digests(folder))
+    return DataSet(folder.name, 1.0, splits, files, load_dataset_meta(folder)['digests'] or {})

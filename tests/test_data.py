@@ -38,7 +38,7 @@ def test_the_system_reads_no_more_than_the_windows_of_tokens_and_masks_and_fetch
     write_dataset(tmp_path, tokens, tokens, vocab_size=7, kind='chats')
     for split in ('train', 'val'):
         np.ones(60_000, np.uint8).tofile(tmp_path / f'{split}_mask.bin')
-    splits = load_dataset(tmp_path, 16)[0]
+    splits = load_dataset(tmp_path, 16)
     masks = load_masks(tmp_path, splits)
     mappings = re.split(r'\n(?=[0-9a-f]+-[0-9a-f]+ )', Path('/proc/self/smaps').read_text())
     for name in ('train', 'val', 'train_mask', 'val_mask'):
@@ -82,17 +82,20 @@ def test_a_token_file_that_is_cut_short_is_told_and_one_that_is_replaced_stays(t
 @pytest.mark.parametrize('dtype', ['uint16', 'uint32'])
 def test_a_dataset_is_read_as_its_meta_json_says(tmp_path, dtype):
     write_dataset(tmp_path, np.arange(30), np.arange(20), dtype=dtype)
-    splits, vocab_size, tokenizer = load_dataset(tmp_path, 8)
+    splits = load_dataset(tmp_path, 8)
     assert splits['train'].tolist() == list(range(30))
     assert splits['val'].tolist() == list(range(20))
-    assert vocab_size == 37
-    assert tokenizer['kind'] == 'char'
+    meta = load_dataset_meta(tmp_path)
+    assert meta['vocab_size'] == 37
+    assert meta['tokenizer']['kind'] == 'char'
 
 
 def test_a_folder_without_meta_json_is_nanogpts_bpe(tmp_path):
     write_dataset(tmp_path, np.arange(30), np.arange(20))
     (tmp_path / 'meta.json').unlink()
-    assert load_dataset(tmp_path, 8)[1:] == (50257, {'kind': 'gpt2'})
+    meta = load_dataset_meta(tmp_path)
+    assert (meta['vocab_size'], meta['tokenizer']) == (50257, {'kind': 'gpt2'})
+    assert load_dataset(tmp_path, 8)['train'].tolist() == list(range(30))
 
 
 def test_the_tokenizer_of_a_dataset_is_found_without_its_tokens(tmp_path):
@@ -137,7 +140,7 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=25)
     counted = dict(train_tokens=30, val_tokens=20, max_id=24)  # a lie: ids go to 29
     edit_json(tmp_path / 'meta.json', **counted)
-    assert len(load_dataset(tmp_path, 8)[0]['train']) == 30
+    assert len(load_dataset(tmp_path, 8)['train']) == 30
     edit_json(tmp_path / 'meta.json', max_id=25)
     assert 'has token id 25, outside the vocabulary of 25' in refusal(load_dataset, tmp_path, 8)
     edit_json(tmp_path / 'meta.json', max_id=None)
@@ -151,7 +154,7 @@ def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, mo
         raise ValueError("path is on mount 'D:', start on mount 'C:'")  # as on Windows
     monkeypatch.setattr(os.path, 'relpath', relpath)
     write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=30)
-    splits, *_ = load_dataset(tmp_path, 8)
+    splits = load_dataset(tmp_path, 8)
     assert len(splits['train']) == 30 and load_masks(tmp_path, splits) == {}
 
 
@@ -232,7 +235,7 @@ def test_only_data_sets_of_the_same_tokens_are_mixed(tmp_path):
 
 def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
     write_dataset(tmp_path, np.arange(30).repeat(17), np.arange(5).repeat(17), row_length=17)
-    assert load_dataset(tmp_path, 16)[0]['train'].shape == (30, 17)
+    assert load_dataset(tmp_path, 16)['train'].shape == (30, 17)
     for block_size in (15, 17, 32):
         message = refusal(load_dataset, tmp_path, block_size)
         assert 'has rows of 17 tokens' in message and f'prepare it with --rows={block_size}, or' in message
@@ -241,7 +244,7 @@ def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
 @pytest.mark.parametrize('row_length', [17, None])
 def test_conversations_need_their_masks(row_length, tmp_path):
     write_dataset(tmp_path, np.arange(30).repeat(17), np.arange(5).repeat(17), kind='chats', row_length=row_length)
-    splits, *_ = load_dataset(tmp_path, 16)
+    splits = load_dataset(tmp_path, 16)
     for split in ('train', 'val'):
         assert 'are missing or of other tokens' in refusal(load_masks, tmp_path, splits)
         np.ones(splits[split].size, np.uint8).tofile(tmp_path / f'{split}_mask.bin')

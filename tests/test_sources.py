@@ -11,8 +11,8 @@ import jax_run.sources
 from jax_ops.vocabulary import cross_entropy
 from jax_run.data import load_dataset_meta
 from jax_run.sources import (
-    Mixture, Pairs, assign, find_padding, find_starts, get_batch_jax, open_data, open_source,
-    shuffle, window_order)
+    Mixture, Pairs, assign, epochs_of, find_padding, find_starts, get_batch_jax, open_data, open_source,
+    window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
 from tests.common import TINY, copy_folder, edit_json, make_step, succeeded, train, write_dataset
@@ -78,7 +78,7 @@ def test_the_order_of_the_windows_has_not_changed():
 
 def test_the_order_takes_the_smallest_integers_and_is_that_of_the_larger_ones():
     for n_windows, itemsize in ((200, 1), (2000, 2), (70_000, 4)):
-        offset, order = shuffle(window_order(16 * (n_windows + 2), 16, 7), 3)
+        offset, order = epochs_of(window_order(16 * (n_windows + 2), 16, 7))(3)
         rng = np.random.default_rng([7, 0, 3])
         assert offset == rng.integers(32)
         np.testing.assert_array_equal(order, rng.permutation(n_windows))
