@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -498,7 +498,8 @@ OTHER_PROMPT = ('the tokens that ask for an answer are others than those before 
 def find_lost(tokenizer, chat, ids, counted):
     """Returns a list of warnings about a conversation. Each warning is a sentence. There is one
     warning for each kind of content that the template leaves out. The model would be trained
-    without this content.
+    without this content. Raises UserError if the template leaves out the tool calls of an answer
+    that counts in the loss, because the model would learn to end its answer instead of the call.
 
     One more warning says that the prompt differs between sampling and training. The prompt in
     sampling is the rendering of the messages before the last answer that counts in the loss. The
@@ -509,7 +510,14 @@ def find_lost(tokenizer, chat, ids, counted):
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message)]
     left_out = left_out_parts(tokenizer, chat, parts)
+    for part in left_out:
+        if part.key == 'tool_calls' and part.number in counted:
+            raise UserError(f'message {part.number} calls a tool, and the chat template does not '
+                            'write calls: the model would learn to answer without them; take a '
+                            'template that does, as --template=FILE, or leave such rows out')
     lost = [f'the template leaves out {part.kind}' for part in left_out]
+    if chat.tools and leaves_out_tools(tokenizer, chat):
+        lost.append('the template leaves out the descriptions of tools')
     last = counted[-1]
     if last:
         prompt = render(tokenizer, chat._replace(messages=chat.messages[:last]),
@@ -520,13 +528,22 @@ def find_lost(tokenizer, chat, ids, counted):
     return sorted(set(lost))
 
 
+def leaves_out_tools(tokenizer, chat):
+    """Returns whether the template writes the same text without the descriptions of a Chat's
+    tools."""
+    try:
+        return render(tokenizer, chat) == render(tokenizer, chat._replace(tools=None))
+    except UserError:  # it refuses calls of tools that nobody has described
+        return False
+
+
 class Part(NamedTuple):
     """A piece of a message's content, such as its text or a call of a tool. A template may leave
     the piece out of the prompt; find_lost warns of that."""
     number: int  # the index of the message
     kind: str  # its name in a warning
     key: str  # the message's key whose value has the part
-    value: str  # this value, with MARK in place of the part
+    value: Any  # this value, with MARK in place of the part
 
 
 def parts_of(message):
@@ -544,6 +561,8 @@ def parts_of(message):
     for name in THOUGHTS:
         if isinstance(message.get(name), str) and message[name].strip():
             yield 'the reasoning of answers', name, MARK
+    if message.get('tool_calls'):
+        yield 'the calls of tools', 'tool_calls', mark_answer(message)['tool_calls']
 
 
 def left_out_parts(tokenizer, chat, parts):
@@ -558,7 +577,7 @@ def left_out_parts(tokenizer, chat, parts):
     messages = [dict(message) for message in chat.messages]
     marks = [f'{MARK}{n}{MARK}' for n in range(len(parts))]
     for part, mark in zip(parts, marks):
-        messages[part.number][part.key] = part.value.replace(MARK, mark)
+        messages[part.number][part.key] = replace_mark(part.value, mark)
     try:
         text = render(tokenizer, chat._replace(messages=messages))
         missing = [part for part, mark in zip(parts, marks) if mark not in text]
@@ -567,6 +586,17 @@ def left_out_parts(tokenizer, chat, parts):
     if len(parts) == 1:
         return missing
     return [part for part in missing if left_out_parts(tokenizer, chat, [part])]
+
+
+def replace_mark(value, mark):
+    """Returns a JSON value with `mark` in place of MARK in all its texts."""
+    if isinstance(value, str):
+        return value.replace(MARK, mark)
+    if isinstance(value, list):
+        return [replace_mark(each, mark) for each in value]
+    if isinstance(value, dict):
+        return {name: replace_mark(each, mark) for name, each in value.items()}
+    return value
 
 
 def mark_answer(message):

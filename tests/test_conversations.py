@@ -517,6 +517,27 @@ def test_answers_that_a_template_leaves_out_are_said(made):
     assert not any('leaves out' in said for said in made(QWEN).find_lost([ASK, ANSWER, *turns], [], counted=[1]))
 
 
+def test_calls_of_tools_that_a_template_leaves_out_are_refused_and_their_descriptions_said(made):
+    turns = [ASK, {'role': 'assistant', 'tool_calls': [CALL]}, {'role': 'tool', 'content': 'ab'}, ANSWER]
+    assert not any('leaves out' in said for said in made(QWEN).find_lost(turns, [], counted=[1, 3], tools=[TOOL]))
+    no_calls = made('{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content or "" }}</s>'
+                    '{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}')
+    with pytest.raises(UserError, match='message 1 calls a tool, and the chat template does not write calls'):
+        no_calls.find_lost(turns, [], counted=[1, 3])
+    assert 'the template leaves out the calls of tools' in no_calls.find_lost(turns, [], counted=[3])
+    assert 'the template leaves out the descriptions of tools' in no_calls.find_lost(
+        TURNS, [], counted=[1], tools=[TOOL])
+
+
+@pytest.mark.parametrize('template', ['plain', 'chatml'])
+def test_our_templates_refuse_calls_of_tools(template, made):
+    tokenizer = made((ROOT / 'data' / 'chat' / f'{template}.jinja').read_text())
+    assert 'ab' in tokenizer.render_chat([ASK], add_generation_prompt=True)
+    for message in ({'role': 'assistant', 'tool_calls': [CALL]},
+                    {'role': 'assistant', 'content': 'ab', 'tool_calls': [CALL]}):
+        assert 'refuses: it writes no calls of tools' in refusal(tokenizer.encode_training_chat, [ASK, message])
+
+
 def test_what_is_lost_of_a_long_conversation_is_found_by_few_renderings(made, monkeypatch):
     from jax_hub import chats
     tokenizer = made(QWEN)
