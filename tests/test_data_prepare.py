@@ -290,7 +290,7 @@ MISTAKES = [  # script, arguments, what is said
     ('text', 'latin.txt', 'in UTF-8'), ('text', 'empty.txt', 'too few'), ('text', 'ten.txt --num_proc=-1', 'num_proc'),
     ('text', 'mytext.txt --tokenizer=word', 'may be char, gpt2, bpe:4096'), ('text', 'bad.jsonl', 'line 2 is not JSON'),
     ('text', 'a.jsonl --key=content', "line 1 has no 'content', only text; name what is the text with --key"),
-    ('text', 'a.csv', "row 1 has no 'text', only id, body"), ('text', 'number.jsonl', '0 tokens, too few'),
+    ('text', 'a.csv', "row 1 has no 'text', only id, body"), ('text', 'number.jsonl', "none of 1 rows has a text"),
     ('text', 'number.jsonl --strict=True', 'line 1 has no text under'), ('text', 'bad.parquet', 'cannot read'),
     ('text', 'mytext.txt --tokenizer=char --rows=0', "invalid positive value: '0'"),
     ('text', 'mytext.txt --tokenizer=char --rows=100000', 'do not fill a row of 100001; use fewer --rows or more'),
@@ -529,6 +529,25 @@ def test_rows_without_a_text_are_skipped_and_counted(tmp_path, env):
         assert said.startswith(f'read 3 documents of 1 files, {n_bytes} bytes\nskipped {n} rows without a text; ')
         line = refuse('text', tmp_path / name, '--strict', '--out_dir', tmp_path / 'strict', env=env)
         assert f"{name}, {where} has no text under 'text'" in line
+
+
+def test_rows_and_files_without_a_text_do_not_count_for_every_tenth_document(tmp_path, env):
+    texts = [f'document {i}\n' for i in range(40)]
+    empty = [text for each in texts for text in (each, '')]
+    text_file(tmp_path, ''.join(json.dumps({'text': text}) + '\n' for text in empty), 'a.jsonl')
+    text_file(tmp_path, 'id,text\n' + ''.join(f'1,"{text}"\n' for text in empty), 'a.csv')
+    (tmp_path / 'files').mkdir()
+    for i, text in enumerate(empty):
+        text_file(tmp_path, text, f'files/{i:03}.txt')
+    for name in ('a.jsonl', 'a.csv', 'files'):
+        prepare('text', tmp_path / name, '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
+        assert decoded(tmp_path / 'out')[1] == ''.join(texts[9::10])
+
+
+def test_rows_of_which_none_has_a_text_are_refused(tmp_path, env):
+    text_file(tmp_path, ''.join(json.dumps({'text': i}) + '\n' for i in range(30)), 'a.jsonl')
+    line = refuse('text', tmp_path / 'a.jsonl', '--out_dir', tmp_path / 'out', env=env)
+    assert "none of 30 rows has a text under 'text', and not an empty one; --strict names the first" in line
 
 
 def test_with_an_empty_key_files_of_rows_are_texts(tmp_path, env):

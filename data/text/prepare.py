@@ -74,24 +74,25 @@ class Texts:
         self.sizes = [sum(map(len, blocks)) for blocks in first]
 
     def documents(self):
-        """Yields each document as an iterator of blocks. Counts documents, bytes and skipped
-        rows."""
+        """Yields each document as an iterator of blocks, without empty files. Counts documents,
+        bytes and skipped rows."""
         self.n_documents = self.n_bytes = self.n_skipped = 0
         for path in self.paths:
             if self.key and ending(path) in ROW_ENDINGS:
                 for text in self.rows(path):
                     yield self.count([text])
-            else:
-                yield self.count(read_blocks(path))
+                continue
+            blocks = read_blocks(path)
+            first = next(blocks, '')
+            if first:
+                yield self.count(itertools.chain([first], blocks))
 
     def rows(self, path):
         """Yields the text of each row of a file. The text of a row is the string under self.key. In
         JSON, a row may also be a string itself.
 
-        A row without a text adds 1 to n_skipped and yields nothing. A row with the empty text ''
-        also adds 1 to n_skipped, but yields ''. So parts(), which puts every tenth yielded document
-        into val, counts such a row as a document. With `strict`, raises UserError for both kinds of
-        rows.
+        A row without a text, or with the empty text '', adds 1 to n_skipped and yields nothing.
+        With `strict`, raises UserError for such a row.
 
         With or without `strict`, raises UserError if a row lacks the key and no earlier row of the
         file had a text, because --key is then probably wrong."""
@@ -111,17 +112,14 @@ class Texts:
                 fail(f'{path}, {where} has no text under {self.key!r}; mend it, or leave out '
                      '--strict')
             self.n_skipped += 1
-            if text == '':
-                yield ''
 
     def count(self, blocks):
         """Yields the blocks of a document. Adds their bytes to the number of bytes, and 1 to the
         number of documents."""
-        n_before = self.n_bytes
         for block in blocks:
             self.n_bytes += len(block.encode())
             yield block
-        self.n_documents += self.n_bytes > n_before
+        self.n_documents += 1
 
     def parts(self):
         """Splits the documents into train and val. Yields (is_val; blocks). blocks: an iterator of
@@ -284,10 +282,13 @@ def main():
     # Texts to tokens, tokens to a data set.
     files = find_files(args.input, tuple(args.suffix.lower().split(',')))
     texts = Texts(files, args.key, args.strict)
+    if texts.n_skipped and not texts.sizes:
+        fail(f'none of {texts.n_skipped:,} rows has a text under {args.key!r}, and not an empty '
+             'one; --strict names the first')
     vocabulary = choose_vocabulary(
         args.tokenizer, texts.all_texts, texts.train_texts, has_chat=args.chat)
     source = {'files': [[path, os.path.getsize(path)] for path in files],
-              'tokenizer': args.tokenizer, 'chat': args.chat, 'key': args.key, 'pieces': 2}
+              'tokenizer': args.tokenizer, 'chat': args.chat, 'key': args.key, 'pieces': 3}
     lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
     sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows,
                             n_bytes=texts.split_bytes)
