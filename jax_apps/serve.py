@@ -83,7 +83,7 @@ SAMPLED = {
     'seed': (int,)}
 
 # fields of OpenAI, vLLM and llama.cpp that would change an answer and are not supported, with the
-# values that change nothing; unknown fields are ignored
+# value that changes nothing (a tuple: each of several); unknown fields are ignored
 UNSUPPORTED = {
     'best_of': 1, 'suffix': '', 'logit_bias': {}, 'top_logprobs': 0, 'presence_penalty': 0,
     'frequency_penalty': 0, 'tools': [], 'functions': [], 'response_format': {'type': 'text'},
@@ -92,7 +92,12 @@ UNSUPPORTED = {
     'structured_outputs': None, 'grammar': '', 'json_schema': {}, 'bad_words': [],
     'use_beam_search': False,
     'length_penalty': 1, 'allowed_token_ids': [], 'typical_p': 1, 'mirostat': 0,
-    'dynatemp_range': 0, 'xtc_probability': 0, 'dry_multiplier': 0, 'reasoning_effort': None}
+    'dynatemp_range': 0, 'xtc_probability': 0, 'dry_multiplier': 0, 'reasoning_effort': None,
+    'tool_choice': ('none', 'auto'), 'prediction': None, 'modalities': ['text'],
+    'add_generation_prompt': True, 'include_stop_str_in_output': False,
+    'skip_special_tokens': True, 'add_special_tokens': None, 'documents': [], 'prompt_embeds': None,
+    'n_predict': -1, 'repeat_penalty': 1, 'top_n_sigma': -1, 'typ_p': 1, 'samplers': None,
+    'lora': [], 'input_extra': []}
 # controls that other servers switch off by -1
 OFF_AT_MINUS_1 = ('top_k', 'seed')
 
@@ -114,7 +119,8 @@ def read_sampling(body, sampling):
     out, and its max_new_tokens is the upper limit for the length of an answer. Raises Refusal for
     fields that are not supported or out of range."""
     for name, off in UNSUPPORTED.items():
-        if body.get(name) not in (None, off):
+        without_effect = off if isinstance(off, tuple) else (off,)
+        if body.get(name) not in (None, *without_effect):
             raise Refusal(400, f'{name} is not supported here', name)
     changes = {}
     for name, kinds in SAMPLED.items():
@@ -204,10 +210,11 @@ class Job:
         # the prompts, and n answers to each; n_kept: how many tokens at the end of a prompt are
         # kept, -1 for as many as fit
         self.prompts = read_prompts(body, is_chat)
-        self.n = read_field(body, 'n', int) or 1
+        n = read_field(body, 'n', int)
+        self.n = 1 if n is None else n
         self.n_rows = self.n * len(self.prompts)
         if not 1 <= self.n_rows <= ROWS:
-            raise Refusal(400, f'a request has at most {ROWS} answers, prompts times n', 'n')
+            raise Refusal(400, f'a request has 1 to {ROWS} answers, prompts times n', 'n')
         self.continues = is_chat and read_field(body, 'continue_final_message', bool)
         self.n_kept = read_field(body, 'truncate_prompt_tokens', int)
         if self.n_kept is not None and self.n_kept < 1 and self.n_kept != -1:

@@ -236,7 +236,9 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
     ({'prompt': 'a', 'stop_token_ids': ['x']}, 'stop_token_ids'), ({'prompt': 'a', 'ignore_eos': True}, 'ignore_eos'),
     ({'prompt': 'a', 'min_tokens': 3}, 'min_tokens'), ({'prompt': 'a', 'grammar': 'root ::= x'}, 'grammar'),
     ({'prompt': 'a', 'stop': [1]}, 'stop'), ({'prompt': 'a', 'stop': ['a'] * 5}, 'stop'),
-    ({'prompt': 'a', 'n': 65}, 'n'), ({'prompt': 'a', 'n': 0.5}, 'n'),
+    ({'prompt': 'a', 'n': 65}, 'n'), ({'prompt': 'a', 'n': 0.5}, 'n'), ({'prompt': 'a', 'n': 0}, 'n'),
+    ({'prompt': 'a', 'repeat_penalty': 1.1}, 'repeat_penalty'), ({'prompt': 'a', 'n_predict': 3}, 'n_predict'),
+    ({'prompt': 'a', 'tool_choice': 'required'}, 'tool_choice'),
     ({'prompt': 'a', 'logprobs': 5}, 'logprobs'), ({'prompt': 'a', 'stream': 1}, 'stream'),
     ({'prompt': 'a', 'echo': True}, 'echo'), ({'prompt': 'a', 'tools': [{}]}, 'tools'),
     ({'prompt': 'a', 'stream_options': []}, 'stream_options'), ({'prompt': 'a', 'seed': 2**32}, 'seed'),
@@ -251,6 +253,13 @@ def test_a_field_that_makes_no_sense_is_refused_by_name_streamed_or_not(of_run, 
         assert status == 400 and error['param'] == param and error['type'] == 'invalid_request_error', text
         assert set(error) == {'message', 'type', 'param', 'code'}
         assert (param or '') in error['message']
+
+
+def test_a_field_that_is_not_supported_may_have_the_value_that_changes_nothing(of_run):
+    for choice in ('none', 'auto'):
+        body = {'prompt': 'a', 'max_tokens': 1, 'tool_choice': choice, 'tools': [], 'repeat_penalty': 1.0,
+                'n_predict': -1, 'typ_p': 1.0, 'skip_special_tokens': True, 'prediction': None}
+        assert post(of_run, body)[0] == 200
 
 
 @pytest.mark.parametrize('messages', [
