@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, parse_json, read_flags, read_text, start_script,
+    UserError, check_needs, check_source, parse_json, read_flags, read_text, start_script, warn,
     write_text)
 from jax_hub.folders import path_inside
 
@@ -338,10 +338,15 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
 
 def evaluate_text(path):
     """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of the text of a
-    file."""
+    file. Says how many special tokens the text names, because a data set has other tokens there."""
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
+    special = getattr(model.tokenizer, 'special_ids', {model.tokenizer.start_token})
+    n_special = sum(id in special for id in ids)
+    if n_special:
+        warn(f'{path}: {n_special:,} of {len(ids):,} tokens are special ones that the text names, '
+             'such as <|endoftext|>; in a data set they are plain text')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document
     if model.tokenizer.start_token is None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jax_text import load
-from tests.common import ROOT, TEXT, assert_refused, refusal, run_script, slow, succeeded, train
+from tests.common import GOLDEN, ROOT, TEXT, assert_refused, refusal, run_script, slow, succeeded, train
 
 ITEMS = [
     {'query': 'the quick brown', 'choices': ['fox', 'dog', 'lazy dog'], 'gold': 0},
@@ -212,6 +212,15 @@ def test_a_bad_text_is_one_line_with_its_name(content, message, run, tmp_path):
         path.write_text(content, encoding='utf-8')
     done = run_script('eval_jax.py', f'--out_dir={run}', '--device=cpu:0', f'--text={path}')
     assert done.returncode == 2 and str(path) in done.stderr and message in done.stderr
+
+
+def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path):
+    path = tmp_path / 'a.txt'
+    for content, said in (('ab</s>cd</s>', '2 of 6 tokens are special ones'), ('abcd', '')):
+        path.write_text(content)
+        done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0',
+                                    f'--text={path}'))
+        assert said in done.stderr and bool(said) == ("special" in done.stderr)
 
 
 def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):
