@@ -280,6 +280,7 @@ with contextlib.ExitStack() as at_end:
     iter_num = run.iter_num
     begins_with_these_data = data_since(manifest) == iter_num  # losses of other data do not compare
     best_val_loss = NO_LOSS if begins_with_these_data else run.best_val_loss
+    best_iter = None  # the iteration of best_val_loss, None for one before a resume
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled
     while True:
@@ -308,6 +309,7 @@ with contextlib.ExitStack() as at_end:
                 continue
             val_loss = losses['val']['loss']
             is_best = val_loss < best_val_loss
+            best_iter = iter_num if is_best else best_iter
             best_val_loss = min(best_val_loss, val_loss)
             out.record_val_loss(iter_num, val_loss)
 
@@ -348,8 +350,12 @@ with contextlib.ExitStack() as at_end:
     if stop_signal and iter_num:
         out.plot()  # loss.png again: there may be iterations after the last evaluation
 
-if not stop_signal:
+if not stop_signal and not iter_num:
+    print('saved nothing: there was no iteration')
+elif not stop_signal:
     best = f', best val loss {best_val_loss:.4f}' if best_val_loss < NO_LOSS else ''
+    if best_iter == 0:
+        best += ' before training: no checkpoint is better'
     print(f'saved {cfg.out_dir} (iteration {iter_num}{best}); next: '
           f'python sample_jax.py --out_dir={cfg.out_dir}')
 else:

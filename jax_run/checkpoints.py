@@ -432,7 +432,8 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     except (OSError, ValueError, RuntimeError, *run.more_errors) as error:
         exit_if_peer_died(error)
         kind = TryAgain if run.is_temporary(error) else UserError
-        raise kind(cannot_write(f'checkpoint {iter_num}', manager, error)) from error
+        what = f'checkpoint {iter_num}, or the one before it,'
+        raise kind(cannot_write(what, manager, error)) from error
     if not saved:
         raise UserError(f'{manager.directory} refuses checkpoint {iter_num}: it holds later ones, '
                         f'{manager.all_steps()}')
@@ -459,8 +460,10 @@ def cannot_write(what, manager, error):
     except OSError:
         # deleted under the run, or its mount has gone
         return f'cannot write {what} to {folder}, which is not there any more ({reason})'
-    return (f'cannot write {what} to {folder}{space}; what it holds is complete, continue with '
-            f'--init_from=resume ({reason})')
+    held = 'there is no checkpoint yet'
+    if list_steps(run_of(manager).files / 'ckpt'):
+        held = 'what it holds is complete, continue with --init_from=resume'
+    return f'cannot write {what} to {folder}{space}; {held} ({reason})'
 
 
 def run_of(manager):
@@ -517,7 +520,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     run = run_folder(out_dir)
     folder = run.files / 'ckpt'
     if not steps:
-        runs = [str(path.parent) for path in Path().glob('*/ckpt')]
+        runs = [str(path.parent) for path in Path().glob('*/ckpt') if path != folder]
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
                         f'of a run{did_you_mean(str(out_dir), runs)}')
 

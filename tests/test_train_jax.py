@@ -594,15 +594,22 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     # with a learning rate of 0 nothing improves: saved is the first evaluation that may be, and the end
     constant, better = tmp_path / 'constant', tmp_path / 'better'
     flags = [*flags, '--always_save_checkpoint=False']
-    succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40'))
+    said = succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40')).stdout
     assert len({record['val_loss'] for record in records_of(constant, 'val_loss')}) == 1
     assert saved_iterations(constant) == [40]
+    assert ' before training: no checkpoint is better); next: python sample_jax.py' in said
     long = ['--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100']
     process = start('train_jax.py', f'--out_dir={better}', *flags, *long)
     wait_for_iteration(better, 25, process)
     process.kill()
     process.communicate()
     assert choose_checkpoint(better)[0] >= 10  # saved while the validation loss was falling
+
+
+def test_a_run_without_an_iteration_says_that_it_saves_nothing(flags, tmp_path):
+    said = succeeded(train(tmp_path, *flags, '--max_iters=0')).stdout
+    assert said.endswith('saved nothing: there was no iteration\n') and saved_iterations(tmp_path) == []
+    assert 'did you mean' not in sample(tmp_path).stderr
 
 
 @pytest.mark.slow
