@@ -126,14 +126,14 @@ def loss_fn(params, x_BxT, y_BxT, cfg):
     log_probs_BxTxV = jax.nn.log_softmax(forward(params, x_BxT, cfg)[0])
     return -jnp.take_along_axis(log_probs_BxTxV, y_BxT[..., None], axis=-1).mean()
 
-def load_data(folder):
+def load_data(folder, refuse=sys.exit):
     """Returns ({'train': tokens, 'val': tokens}; vocab_size; the functions encode and decode)."""
     meta = json.loads((folder / 'meta.json').read_text(encoding='utf-8'))
     splits = {split: np.memmap(folder / f'{split}.bin', meta['dtype'], 'r')
               for split in ('train', 'val')}
     kind, chars = meta['tokenizer']['kind'], meta['tokenizer'].get('chars')
     if meta.get('row_length') or kind not in ('char', 'gpt2'):  # row_length: packed rows
-        sys.exit(f'{folder}: this reads texts of characters or of GPT-2 tokens, no other data')
+        refuse(f'{folder}: this reads texts of characters or of GPT-2 tokens, no other data')
     if kind == 'gpt2':
         import tiktoken  # the one other package, for these data only
         bpe = tiktoken.get_encoding('gpt2')
@@ -247,7 +247,7 @@ def main():
     folder = pathlib.Path(__file__).parent / 'data' / flags['dataset']
     if not (folder / 'meta.json').is_file():
         parser.error(f'{folder} has no data: run its prepare.py first')
-    splits, vocab_size, encode, decode = load_data(folder)
+    splits, vocab_size, encode, decode = load_data(folder, parser.error)
     cfg, prompt = Config(**flags, vocab_size=vocab_size), encode(flags['start'])
     # all devices, on one axis; each gets a copy of the parameters and of AdamW's moments
     mesh = Mesh(np.array(jax.devices()), ('data',))

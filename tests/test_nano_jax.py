@@ -80,8 +80,8 @@ def test_a_command_trains_logs_as_nanogpt_and_prints_a_sample(dataset, tmp_path)
 def test_other_data_and_unknown_flags_are_refused_in_a_line(dataset, tmp_path):
     meta = json.loads((dataset / 'meta.json').read_text())
     write_dataset(tmp_path / 'rows', np.zeros(34), np.zeros(34), chars=meta['tokenizer']['chars'], row_length=17)
-    with pytest.raises(SystemExit, match='texts of characters or of GPT-2 tokens'):
-        nano_jax.load_data(tmp_path / 'rows')
+    result = run_script('nano_jax.py', f'--dataset={tmp_path / "rows"}')
+    assert result.returncode == 2 and 'texts of characters or of GPT-2 tokens' in result.stderr
     assert run_script('nano_jax.py', '--lerning_rate=1').returncode == 2
     result = run_script('nano_jax.py', f'--dataset={tmp_path / "none"}')
     assert result.returncode == 2 and 'has no data: run its prepare.py first' in result.stderr
