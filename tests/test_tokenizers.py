@@ -579,6 +579,11 @@ def test_gpt2s_ids_of_the_probe_are_tiktokens():
     assert digest(gpt2.encode_ordinary(PROBE)) == GPT2_PROBE
 
 
+def test_a_folder_of_a_tokenizer_that_has_gone_is_named(tmp_path):
+    message = refusal(load_tokenizer, {'kind': 'folder', 'path': str(tmp_path / 'tokenizer')})
+    assert f'the folder {tmp_path / "tokenizer"} is missing, which has the tokenizer' in message
+
+
 def test_a_model_learns_from_data_that_do_not_use_the_tokens_that_it_lacks(speaking, tmp_path):
     """As Gemma 3's text models, whose tokenizer has a token for images."""
     tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
