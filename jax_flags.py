@@ -712,6 +712,13 @@ CONTROLS = {
     'repetition_penalty': Control(1, LEAST, MOST, 'above 0')}
 
 
+# {type of a field: (its name in messages, the method by which Python, numpy and JAX have it)}
+KINDS_OF_NUMBERS = {
+    int: ('a whole number', '__index__'),
+    int | None: ('a whole number', '__index__'),
+    float | None: ('a number', '__float__')}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
     """The options for generating token ids.
@@ -735,7 +742,14 @@ class Sampling:
     n_draft: int = 0  # drafts per step: the same tokens, faster where drafts are accepted
 
     def check(self):
-        """Raises UserError for a value that is out of range."""
+        """Raises UserError for a value that is no number where the field is one, or that is out of
+        range."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            kind, method = KINDS_OF_NUMBERS.get(field.type, ('', ''))
+            may_be_none = field.type is not int
+            if kind and not hasattr(value, method) and not (may_be_none and value is None):
+                raise UserError(f'{field.name} must be {kind}, not {value!r:.60}')
         check_ranges({'max_new_tokens': self.max_new_tokens})
         for name, control in CONTROLS.items():
             value = getattr(self, name)
@@ -751,8 +765,11 @@ class TextSampling(Sampling):
     seed: int | None = 1337  # None draws a seed
 
     def check(self):
-        """Raises UserError for a value that is out of range."""
+        """Raises UserError for a value of another type or out of range."""
         super().check()
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+            raise UserError(f'stop must be a text or a list of texts, not {self.stop!r:.60}')
         if self.seed is not None:
             check_ranges({'seed': self.seed})
 

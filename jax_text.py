@@ -298,6 +298,8 @@ class TextModel:
         the prompt. If a request is messages, 'text' is what chat returns. Raises UserError as
         generate and chat do; answers that were yielded before the error are complete."""
         check_ranges({'batch_size': batch_size})
+        if requests is None or isinstance(requests, (str, dict)):
+            raise UserError('serve takes a list of requests, or another iterable of them')
         from jax_apps.batching import Batch  # here, because a single text does not need it
         batch = Batch(batch_size)
         sampling = dataclasses.replace(sampling, **changes)
@@ -548,6 +550,8 @@ class Generation:
         batch: a Batch (jax_apps/batching.py) that decodes the row of this Generation together with
         the rows of other Generations; None decodes it alone. With a Batch there must be exactly one
         row, that is, one prompt and num_samples=1."""
+        check_ranges({'num_samples': num_samples})
+        sampling.check()
         self.model = model
         self.batch = batch
         self.streaming = streaming

@@ -21,5 +21,8 @@ if not folders:
 from jax_run.compare import compare_runs
 
 figure = compare_runs(folders, flags['x'])
-figure.savefig(flags['output'], dpi=120)
+try:
+    figure.savefig(flags['output'], dpi=120)
+except (OSError, ValueError) as error:  # no such folder; no such format
+    raise UserError(f'cannot write {flags["output"]}: {error}') from None
 print(f'saved {flags["output"]}')

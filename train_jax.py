@@ -8,11 +8,12 @@ import argparse
 import contextlib
 import functools
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 
-from jax_flags import check_flags, check_given, read_flags, start_script
+from jax_flags import INSTALLED, check_flags, check_given, read_flags, start_script
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in
@@ -350,17 +351,19 @@ with contextlib.ExitStack() as at_end:
     if stop_signal and iter_num:
         out.plot()  # loss.png again: there may be iterations after the last evaluation
 
+# what was saved, and how to go on
+folder = shlex.quote(cfg.out_dir)
 if not stop_signal and not iter_num:
     print('saved nothing: there was no iteration')
 elif not stop_signal:
     best = f', best val loss {best_val_loss:.4f}' if best_val_loss < NO_LOSS else ''
     if best_iter == 0:
         best += ' before training: no checkpoint is better'
-    print(f'saved {cfg.out_dir} (iteration {iter_num}{best}); next: '
-          f'python sample_jax.py --out_dir={cfg.out_dir}')
+    sample = 'sample-jax' if INSTALLED.is_dir() else 'python sample_jax.py'
+    print(f'saved {cfg.out_dir} (iteration {iter_num}{best}); next: {sample} --out_dir={folder}')
 else:
     saved = ''
     if iter_num:
-        saved = f', saved; continue with --init_from=resume --out_dir={cfg.out_dir}'
+        saved = f', saved; continue with --init_from=resume --out_dir={folder}'
     print(f'stopped by {signal_name(stop_signal)} at iteration {iter_num}{saved}')
     sys.exit(128 + stop_signal)

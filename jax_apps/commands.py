@@ -43,8 +43,6 @@ def prepare():
         known = sorted(path.parent.name for path in folder.glob('*/prepare.py'))
         raise UserError(f'name a data set, as in prepare-jax shakespeare_char{did_you_mean(name, known)}: '
                         f'{", ".join(known)}')
-    if not any(argument.startswith('--out_dir') for argument in arguments):
-        arguments = [*arguments, f'--out_dir={os.path.join("data", name)}']
-    sys.argv = [str(script), *arguments]
+    sys.argv = [str(script), f'--out_dir={os.path.join("data", name)}', *arguments]
     sys.path.insert(0, str(script.parent))  # as the interpreter does
     runpy.run_path(str(script), run_name='__main__')

@@ -23,10 +23,12 @@ def compare_runs(folders, x='iterations'):
     """Prints a table of runs, the best run first, with the flags that differ and the losses.
     Returns a matplotlib figure of the runs' curves.
 
-    folders: the out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
+    folders: a list of out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
     'tokens' or 'seconds' (of training, without evaluations). Raises UserError for a folder that
     has no evaluation."""
     check_choice('x', x, ('iterations', 'tokens', 'seconds'))
+    if isinstance(folders, str) or not folders:
+        raise UserError('the runs to compare are a list of folders with at least one')
     runs = sorted((read_run(folder, x) for folder in folders), key=lambda run: run['best'])
     mark_val_data(runs)
     print_table(runs)

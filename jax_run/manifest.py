@@ -288,9 +288,11 @@ def spread_blocks(n_bytes):
 
 
 def describe_shortly(file):
-    """Returns the size and 8 digits of the digest of a file as a text, such as '1,024 bytes,
-    0a1b2c3d'. file: what describe_file returns."""
-    return f"{file['bytes']:,} bytes, {file.get('sha256', file['samples'])[:8]}"
+    """Returns the size of a file, the checksum of its samples, and 8 digits of the digest that
+    meta.json has of it, if it has one, as a text such as '1,024 bytes, 0a1b2c3d, sha256 4e5f6a7b'.
+    file: what describe_file returns."""
+    known = f", sha256 {file['sha256'][:8]}" if 'sha256' in file else ''
+    return f"{file['bytes']:,} bytes, {file['samples']}{known}"
 
 
 def find_changes(before, now):

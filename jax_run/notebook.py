@@ -49,7 +49,8 @@ def train(config='', **flags):
             if not has_saved:
                 raise KeyboardInterrupt from None
         flags = runs[-1].flags
-        model = load(flags['out_dir'], base=flags['base'], device=flags['device'])
+        model = load(flags['out_dir'], checkpoint='latest', base=flags['base'],
+                     device=flags['device'])
         return model, list(read_metrics(run_folder(flags['out_dir']).files))
 
 

@@ -22,11 +22,16 @@ from jax_train_utils import all_finite
 
 class OutDir:
     """The folder of a run. The constructor locks the folder until close() or the end of the
-    process. The constructor raises UserError in two cases: the folder holds an earlier run that is
-    neither resumed nor to be overwritten (--overwrite); or another run holds the lock."""
+    process. The constructor raises UserError in three cases: Orbax cannot write below the folder;
+    the folder holds an earlier run that is neither resumed nor to be overwritten (--overwrite); or
+    another run holds the lock."""
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
+        if not {'[', ']'}.isdisjoint(os.path.abspath(self.path)):
+            # Orbax takes the path for a glob, and then completes no checkpoint, without an error
+            raise UserError(f'out_dir={self.path}: Orbax loses the checkpoints in a folder that has '
+                            '[ or ] in its path; choose another')
         self.folder = run_folder(self.path)
         self.run = None  # the Run that is written, with its manifest, from writing() on
         self.manifest = None

@@ -263,9 +263,9 @@ def print_what_is_left(flags, given, iter_num):
     max_iters, decay_iters = flags['max_iters'], flags['lr_decay_iters']
     decays = decays_learning_rate(flags)
     if iter_num >= max_iters:
-        longer = f'--max_iters={2 * max_iters}'
+        longer = f'--max_iters={2 * iter_num}'
         if decays:
-            longer += f' --lr_decay_iters={2 * max_iters}'
+            longer += f' --lr_decay_iters={2 * iter_num}'
         print(f'already at max_iters={max_iters}; a longer run: {longer}')
     elif decays and decay_iters < max_iters and 'lr_decay_iters' not in given:
         first = max(decay_iters, iter_num)

@@ -50,11 +50,14 @@ def test_an_installation_trains_samples_and_compares_in_an_empty_folder(installe
     (tmp_path / 'fox.txt').write_text(TEXT * 200)
     prepared = run([installed / 'prepare-jax', 'shakespeare_char', 'fox.txt'], tmp_path)
     assert prepared.returncode == 0 and (tmp_path / 'data' / 'shakespeare_char' / 'train.bin').exists(), prepared.stderr
+    more = run([installed / 'prepare-jax', 'shakespeare_char', 'fox.txt', '--out=other'], tmp_path)
+    assert more.returncode == 0 and (tmp_path / 'other' / 'train.bin').exists(), more.stderr
     flags = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--max_iters=10',
              '--lr_decay_iters=10', '--warmup_iters=2', '--eval_interval=5', '--eval_iters=1', '--device=cpu',
              '--out_dir=out']
     trained = run([installed / 'train-jax', 'config/train_shakespeare_char.py', *flags], tmp_path)
     assert trained.returncode == 0 and 'step 10: train loss' in trained.stdout, trained.stderr
+    assert trained.stdout.endswith('next: sample-jax --out_dir=out\n')
     sampled = run([installed / 'sample-jax', '--out_dir=out', '--num_samples=1', '--max_new_tokens=4'], tmp_path)
     assert sampled.returncode == 0 and sampled.stdout.count('---------------') == 1
     for command, *more in (('plot-jax', 'out'), ('export-jax', '--out_dir=out', '--folder=model'),

@@ -77,7 +77,7 @@ def test_an_interrupt_saves_and_returns_what_has_been_trained(short, monkeypatch
     said = capfd.readouterr()
     assert 'stopping after this iteration, then saving' in said.err
     assert 'stopped by Ctrl-C at iteration 3, saved; continue with --init_from=resume' in said.out
-    assert 'checkpoint of iteration' in repr(model) and metrics[-1]['iter'] == 2
+    assert 'checkpoint of iteration 3' in repr(model) and metrics[-1]['iter'] == 2
 
 
 def test_a_second_interrupt_ends_the_run_and_not_the_process(short, monkeypatch):

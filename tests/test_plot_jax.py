@@ -3,7 +3,7 @@ import json
 import os
 
 from jax_run.compare import compare_runs
-from tests.common import assert_refused, run_script, succeeded
+from tests.common import assert_refused, refusal, run_script, succeeded
 
 
 def write_run(folder, learning_rate, vals, **flags):
@@ -38,6 +38,11 @@ def test_a_run_without_an_evaluation_is_refused_and_no_picture_drawn(tmp_path):
     assert_refused(run_script('plot_jax.py', '--x=tokens'), 'name the runs to compare')
     assert_refused(run_script('plot_jax.py', a, '--x=hours'), 'x must be one of iterations, tokens, seconds')
     assert not os.path.exists(picture)
+    b = write_run(tmp_path / 'out-b', 0.1, [3.0])
+    for output in ('none/x.png', 'x.foo'):
+        assert_refused(run_script('plot_jax.py', b, f'--output={tmp_path / output}'), 'cannot write .*' + output)
+    for folders in ([], str(b)):
+        assert 'are a list of folders' in refusal(compare_runs, folders)
 
 
 def test_a_run_under_way_is_read_up_to_its_last_whole_line(tmp_path):

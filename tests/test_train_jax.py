@@ -826,6 +826,9 @@ def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tm
 
 
 def test_an_out_dir_that_cannot_be_is_refused(flags, tmp_path):
+    (tmp_path / '[a]').mkdir()
+    assert_refused(train(tmp_path / '[a]' / 'out', *flags), r'Orbax loses the checkpoints .* \[ or \]')
+    assert list((tmp_path / '[a]').iterdir()) == []
     (tmp_path / 'file').touch()
     assert_refused(train(tmp_path / 'file', *flags), 'cannot write to .*file')
 
