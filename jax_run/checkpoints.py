@@ -520,7 +520,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     run = run_folder(out_dir)
     folder = run.files / 'ckpt'
     if not steps:
-        runs = [str(path.parent) for path in Path().glob('*/ckpt') if path != folder]
+        others = [path.parent for path in Path().glob('*/ckpt') if path.parent != Path(out_dir)]
+        runs = [str(path) for path in others]
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
                         f'of a run{did_you_mean(str(out_dir), runs)}')
 

@@ -23,9 +23,9 @@ def compare_runs(folders, x='iterations'):
     """Prints a table of runs, the best run first, with the flags that differ and the losses.
     Returns a matplotlib figure of the runs' curves.
 
-    folders: a list of out_dirs, also of runs that are under way. x: the horizontal axis, 'iterations',
-    'tokens' or 'seconds' (of training, without evaluations). Raises UserError for a folder that
-    has no evaluation."""
+    folders: a list of out_dirs, also of runs that are under way. x: the horizontal axis,
+    'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError for an
+    empty list, and for a folder that has no evaluation."""
     check_choice('x', x, ('iterations', 'tokens', 'seconds'))
     if isinstance(folders, str) or not folders:
         raise UserError('the runs to compare are a list of folders with at least one')

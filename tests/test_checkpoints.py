@@ -236,6 +236,13 @@ def test_other_processes_wait_for_the_holder_of_the_lock_which_is_synced_for_net
     lock.close()
 
 
+def test_a_folder_is_not_the_hint_for_its_own_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'out-a' / 'ckpt').mkdir(parents=True)
+    assert 'did you mean' not in refusal(choose_checkpoint, 'out-a')
+    assert '(did you mean out-a?)' in refusal(choose_checkpoint, 'out-b')
+
+
 def test_a_folder_without_a_usable_checkpoint_is_refused(tmp_path, tiny_state):
     with pytest.raises(UserError, match='no complete checkpoint in .*name the out_dir of a run'):
         choose_checkpoint(tmp_path)
