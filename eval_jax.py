@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, parse_json, read_flags, read_text, start_script, warn,
-    write_text)
+    UserError, check_needs, check_source, digest, parse_json, read_flags, read_text, start_script,
+    warn, write_text)
 from jax_hub.folders import path_inside
 
 # -----------------------------------------------------------------------------
@@ -394,7 +394,8 @@ initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-check_agreement('flags', flags, {'process_id'})
+contents = {'the digest of texts': digest(texts), 'the digest of tasks': digest(all_tasks)}
+check_agreement('flags, texts or tasks', {**flags, **contents}, {'process_id'})
 
 # the model
 is_run = init_from == 'resume'

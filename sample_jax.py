@@ -12,7 +12,7 @@ import sys
 import time
 
 from jax_flags import (
-    TextSampling, UserError, check_needs, check_ranges, check_source, read_flags, read_text,
+    TextSampling, UserError, check_needs, check_ranges, check_source, digest, read_flags, read_text,
     start_script)
 
 # -----------------------------------------------------------------------------
@@ -224,6 +224,8 @@ if cfg.serve:
 
 # encode the prompts
 questions = read_prompts(cfg.start, cfg.each_line, cfg.chat)
+if jax.process_count() > 1:
+    check_agreement('prompts', {'their digest': digest(questions)})
 num_samples = cfg.num_samples
 if sampling.temperature == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')

@@ -286,6 +286,18 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists('/proc/self/cmdline'), reason='needs a file that each process sees otherwise')
+@pytest.mark.parametrize('script, flag, what', [
+    ('sample_jax.py', '--start=FILE:/proc/self/cmdline', 'prompts'),
+    ('eval_jax.py', '--text=/proc/self/cmdline', 'flags, texts or tasks')])
+def test_processes_with_other_texts_end_with_a_line(finished, script, flag, what):
+    with Processes(2, finished[0], flag, '--device=cpu', '--tensor=2', script=script) as processes:
+        (code, _, err), (code_1, _, _) = processes.results()
+    assert (code, code_1) == (2, 2)
+    assert re.fullmatch(f'error: processes 0 and 1 have different {what}, .* digest.*', err.splitlines()[-1]), err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('signum', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_a_process_waits_for_the_others_ends_it(dataset, tmp_path, signum):
     with Processes(2, tmp_path, f'--dataset={dataset}', *FLAGS, n_started=1) as processes:
