@@ -277,8 +277,8 @@ def read_folder(folder, is_copy=False):
     is_copy: whether copy_tokenizer has written the folder. Raises UserError if the folder is
     missing or its files cannot be read, and for a link out of the folder."""
     if not os.path.isdir(folder):  # transformers would look for a model of this name on the hub
-        raise UserError(f'the folder {folder} is missing, which has the tokenizer; copy it from the '
-                        'data set or the model')
+        raise UserError(f'cannot read the tokenizer in {folder}: the folder is missing; copy it '
+                        'from the data set or the model')
     paths = {name: path_inside(folder, name) for name in READ_FILES if '*' not in name}
     settings = read_json(paths['tokenizer_config.json'], optional=True)
     is_copy = is_copy or is_own_copy(settings)

@@ -581,7 +581,7 @@ def test_gpt2s_ids_of_the_probe_are_tiktokens():
 
 def test_a_folder_of_a_tokenizer_that_has_gone_is_named(tmp_path):
     message = refusal(load_tokenizer, {'kind': 'folder', 'path': str(tmp_path / 'tokenizer')})
-    assert f'the folder {tmp_path / "tokenizer"} is missing, which has the tokenizer' in message
+    assert f'cannot read the tokenizer in {tmp_path / "tokenizer"}: the folder is missing' in message
 
 
 def test_a_model_learns_from_data_that_do_not_use_the_tokens_that_it_lacks(speaking, tmp_path):
