@@ -579,7 +579,6 @@ class Generation:
         self.sampling = dataclasses.replace(
             sampling, **missing,
             stop_tokens=(*sampling.stop_tokens, *tokenizer.stop_tokens, *stop_tokens))
-        self.sampling.check()
 
         # a sample's random numbers are a function of the seed, its prompt (the CRC-32 of the ids,
         # int32 in little-endian order) and its number: equal prompts have equal samples, and

@@ -310,8 +310,9 @@ with contextlib.ExitStack() as at_end:
                 continue
             val_loss = losses['val']['loss']
             is_best = val_loss < best_val_loss
-            best_iter = iter_num if is_best else best_iter
-            best_val_loss = min(best_val_loss, val_loss)
+            if is_best:
+                best_val_loss = val_loss
+                best_iter = iter_num
             out.record_val_loss(iter_num, val_loss)
 
         # save a checkpoint: after an evaluation, if it is the best or always_save_checkpoint; every
@@ -351,7 +352,7 @@ with contextlib.ExitStack() as at_end:
     if stop_signal and iter_num:
         out.plot()  # loss.png again: there may be iterations after the last evaluation
 
-# what was saved, and how to go on
+# what was saved, and the next command
 folder = shlex.quote(cfg.out_dir)
 if not stop_signal and not iter_num:
     print('saved nothing: there was no iteration')

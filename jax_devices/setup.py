@@ -407,8 +407,7 @@ class Stopwatch:
 
     def count(self, event, seconds, **attributes):
         """Receives the timing events of jax. Adds the seconds of a compilation event to the time of
-        compilation, `compiling`. Adds the seconds that the cache of compiled programs has saved to
-        `saved`. Ignores all other events."""
+        compilation, `compiling`. Ignores all other events."""
         if event.startswith('/jax/core/compile/'):
             self.compiling += seconds
 

@@ -539,7 +539,7 @@ def leaves_out_tools(tokenizer, chat):
 
 class Part(NamedTuple):
     """A piece of a message's content, such as its text or a call of a tool. A template may leave
-    the piece out of the prompt; find_lost warns of that."""
+    the piece out of the prompt; find_lost warns of that, or refuses it."""
     number: int  # the index of the message
     kind: str  # its name in a warning
     key: str  # the message's key whose value has the part
@@ -577,7 +577,8 @@ def left_out_parts(tokenizer, chat, parts):
     messages = [dict(message) for message in chat.messages]
     marks = [f'{MARK}{n}{MARK}' for n in range(len(parts))]
     for part, mark in zip(parts, marks):
-        messages[part.number][part.key] = replace_mark(part.value, mark)
+        value = json.dumps(part.value, ensure_ascii=False).replace(MARK, mark)
+        messages[part.number][part.key] = json.loads(value)
     try:
         text = render(tokenizer, chat._replace(messages=messages))
         missing = [part for part, mark in zip(parts, marks) if mark not in text]
@@ -586,17 +587,6 @@ def left_out_parts(tokenizer, chat, parts):
     if len(parts) == 1:
         return missing
     return [part for part in missing if left_out_parts(tokenizer, chat, [part])]
-
-
-def replace_mark(value, mark):
-    """Returns a JSON value with `mark` in place of MARK in all its texts."""
-    if isinstance(value, str):
-        return value.replace(MARK, mark)
-    if isinstance(value, list):
-        return [replace_mark(each, mark) for each in value]
-    if isinstance(value, dict):
-        return {name: replace_mark(each, mark) for name, each in value.items()}
-    return value
 
 
 def mark_answer(message):

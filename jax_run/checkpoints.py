@@ -454,14 +454,15 @@ def cannot_write(what, manager, error):
     """Returns the message which says that `what`, a text such as 'checkpoint 100', cannot be
     written. manager: what open_checkpoints returns. error: the exception of the write."""
     folder = manager.directory
+    run = run_of(manager)
     reason = str(error)[:200]
     try:
-        space = run_of(manager).space()
+        space = run.space()
     except OSError:
         # deleted under the run, or its mount has gone
         return f'cannot write {what} to {folder}, which is not there any more ({reason})'
     held = 'there is no checkpoint yet'
-    if list_steps(run_of(manager).files / 'ckpt'):
+    if list_steps(run.files / 'ckpt'):
         held = 'what it holds is complete, continue with --init_from=resume'
     return f'cannot write {what} to {folder}{space}; {held} ({reason})'
 
