@@ -1,7 +1,8 @@
 """The tests run on 8 virtual CPU devices. Most of their time is compilation: LLVM's optimizations are off, XLA:CPU's
-fusion emitters as well where it can do without them (two fifths of the time), and a persistent cache keeps what one
-test has compiled for the others. With OPTIMIZED=1 in the environment, programs are compiled as users have them. All
-must be set before jax is imported."""
+fusion emitters as well where it can do without them (two fifths of the time), a program is one LLVM module, programs
+do not name the lines of their source (a tenth, both), and a persistent cache keeps what one test has compiled for the
+others. With OPTIMIZED=1 in the environment, programs are compiled as users have them. All must be set before jax is
+imported."""
 import atexit
 import gc
 import os
@@ -17,7 +18,8 @@ os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 if os.environ.get('OPTIMIZED') != '1':
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
     if version('jaxlib').startswith('0.10.'):  # a later XLA does not know the flag, and ends the process
-        os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
+        os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
+    os.environ['JAX_TRACEBACK_IN_LOCATIONS_LIMIT'] = '0'
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:  # workers inherit the folder of the process that started them
     os.environ['JAX_COMPILATION_CACHE_DIR'] = tempfile.mkdtemp(prefix='jax_tests_')
     os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'

@@ -113,11 +113,11 @@ def read_field(body, name, *kinds):
     return value
 
 
-def read_sampling(body, sampling):
+def read_sampling(body, sampling, n_vocab):
     """Returns the TextSampling that a request asks for. body: the request's JSON object. sampling:
     the server's TextSampling. Its fields are the defaults for the fields that the request leaves
-    out, and its max_new_tokens is the upper limit for the length of an answer. Raises Refusal for
-    fields that are not supported or out of range."""
+    out, and its max_new_tokens is the upper limit for the length of an answer. n_vocab: the number
+    of token ids. Raises Refusal for fields that are not supported or out of range."""
     for name, off in UNSUPPORTED.items():
         without_effect = off if isinstance(off, tuple) else (off,)
         if body.get(name) not in (None, *without_effect):
@@ -143,8 +143,9 @@ def read_sampling(body, sampling):
 
     # the tokens and the texts that end it
     tokens = read_field(body, 'stop_token_ids', list) or []
-    if not all(type(token) is int for token in tokens):
-        raise Refusal(400, 'stop_token_ids must be a list of token ids', 'stop_token_ids')
+    if not all(type(token) is int and 0 <= token < n_vocab for token in tokens):
+        raise Refusal(400, f'stop_token_ids must be a list of token ids, 0 to {n_vocab - 1}',
+                      'stop_token_ids')
     changes['stop_tokens'] = (*sampling.stop_tokens, *tokens)
     stop = read_field(body, 'stop', str, list)
     if isinstance(stop, list):
@@ -221,7 +222,8 @@ class Job:
             raise Refusal(400, 'truncate_prompt_tokens must be -1 or at least 1')
 
         # how it is answered
-        self.sampling = read_sampling(body, server.sampling)
+        n_vocab = server.model.tokenizer.vocab_size
+        self.sampling = read_sampling(body, server.sampling, n_vocab)
         self.has_seed = body.get('seed') not in (None, -1)
         self.echo = bool(read_field(body, 'echo', bool))
         logprobs = read_field(body, 'logprobs', bool if is_chat else int)

@@ -15,7 +15,7 @@ def test_the_notebook_runs_and_shows_curves_texts_and_an_export(speaking, tmp_pa
     tree = tmp_path / 'tree'
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns('.*', '*.bin', 'out-*', '__pycache__'))
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
-    monkeypatch.setenv('NOTEBOOK_MINUTES', '0.2')
+    monkeypatch.setenv('NOTEBOOK_MINUTES', '0.1')
     monkeypatch.setenv('CHAT_MODEL', str(speaking))
     notebook = nbformat.read(tree / 'notebooks' / 'first_gpt.ipynb', 4)
     client = nbclient.NotebookClient(notebook, timeout=600, resources={'metadata': {'path': tree / 'notebooks'}})

@@ -234,6 +234,7 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
     ({'prompt': 'a', 'max_tokens': 0}, 'max_tokens'), ({'prompt': 'a', 'max_tokens': 1e99}, 'max_tokens'),
     ({'prompt': [99999]}, 'prompt'), ({'prompt': [-1]}, 'prompt'), ({'prompt': 'a', 'seed': 1.5}, 'seed'),
     ({'prompt': 'a', 'stop_token_ids': ['x']}, 'stop_token_ids'), ({'prompt': 'a', 'ignore_eos': True}, 'ignore_eos'),
+    ({'prompt': 'a', 'stop_token_ids': [99999]}, 'stop_token_ids'),
     ({'prompt': 'a', 'min_tokens': 3}, 'min_tokens'), ({'prompt': 'a', 'grammar': 'root ::= x'}, 'grammar'),
     ({'prompt': 'a', 'stop': [1]}, 'stop'), ({'prompt': 'a', 'stop': ['a'] * 5}, 'stop'),
     ({'prompt': 'a', 'n': 65}, 'n'), ({'prompt': 'a', 'n': 0.5}, 'n'), ({'prompt': 'a', 'n': 0}, 'n'),
