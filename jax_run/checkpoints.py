@@ -283,18 +283,22 @@ def find_damage(run, path, items=ITEMS):
 
     run: the DiskRun or BucketRun of the checkpoint. items: which of ITEMS to check. If there are
     several processes, each reads some of the files, and all return the same name. A checkpoint
-    without checksums.json is not checked here (see read_meta)."""
+    without checksums.json is not checked here (see read_meta). Raises OSError if a file cannot be
+    read, for example without permission: such a checkpoint may be intact."""
     damaged = ''
     try:
         # Each process compares its share of the files.
-        sums = read_json(path / 'checksums.json', optional=True)
+        text = (path / 'checksums.json').read_text()
+        sums = json.loads(text)
         others = set(ITEMS) - set(items)
         names = sorted(name for name in sums if name.split('/')[0] not in others)
         for name in names[jax.process_index()::jax.process_count()]:
             if run.differs(path, name, sums[name]):
                 damaged = name
                 break
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except FileNotFoundError:
+        pass
+    except (ValueError, AttributeError, RecursionError):
         damaged = 'checksums.json'
 
     # The first process that found something decides for all.

@@ -184,8 +184,11 @@ class RunLog:
         Deadline has changed max_iters. run: the Run with the new max_iters."""
         self.max_iters = run.flags['max_iters']
         self.bar.total = self.max_iters
-        self.say(f'iter {iter_num}: the speed has changed: max_iters={self.max_iters}, also '
-                 'lr_decay_iters')
+        decay_iters = run.flags['lr_decay_iters']
+        shown = 'also lr_decay_iters'
+        if decay_iters != self.max_iters:
+            shown = f'lr_decay_iters={decay_iters}, after the warm-up'
+        self.say(f'iter {iter_num}: the speed has changed: max_iters={self.max_iters}, {shown}')
         if self.metrics_log:
             self.metrics_log.write({'iter': iter_num, 'max_iters': self.max_iters})
 

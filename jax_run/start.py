@@ -108,11 +108,13 @@ class Run:
 
     def with_end(self, n, iter_num):
         """Returns the Run with max_iters = n, counted from the start of the run. The schedule of
-        the learning rate changes from iteration iter_num on, and then ends at iteration n. The
-        iterations before iter_num keep the schedule that they had."""
+        the learning rate changes from iteration iter_num on, and then ends at iteration n, or just
+        after the warm-up if n is not beyond it. The iterations before iter_num keep the schedule
+        that they had."""
+        decay_iters = max(n, self.flags['warmup_iters'] + 1)
         earlier = f"{iter_num}:{self.flags['lr_decay_iters']}"
         ends = ','.join(filter(None, [self.flags['earlier_ends'], earlier]))
-        flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': n, 'earlier_ends': ends}
+        flags = {**self.flags, 'max_iters': n, 'lr_decay_iters': decay_iters, 'earlier_ends': ends}
         return dataclasses.replace(self, flags=flags)
 
     def with_lora(self, lora):

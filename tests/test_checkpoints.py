@@ -1,5 +1,6 @@
 """What is saved is complete or absent, and comes back as it was."""
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -89,6 +90,15 @@ def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_i
     assert capsys.readouterr().err == ''
     damage(folder / 'checksums.json', how)
     assert choose_checkpoint(three_checkpoints, which)[0] == 2
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_damaged(three_checkpoints, monkeypatch):
+    def forbidden(path):
+        raise PermissionError(errno.EACCES, 'Permission denied', str(path))
+
+    monkeypatch.setattr(jax_run.checkpoints, 'checksum', forbidden)
+    with pytest.raises(PermissionError, match='ckpt/3/'):
+        choose_checkpoint(three_checkpoints)
 
 
 def test_in_place_of_a_damaged_best_checkpoint_the_newest_is_taken_not_the_second_best(tmp_path, tiny_state):

@@ -117,6 +117,15 @@ def test_the_schedule_of_an_iteration_ends_where_it_ended_then():
     assert schedule_end({**flags, 'earlier_ends': ''}, 3) == 12
 
 
+def test_an_end_that_moves_into_the_warm_up_trains_on_and_saves(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(minutes, 'iterations_that_fit', lambda *args, **kwargs: 16)
+    monkeypatch.setattr(minutes, 'CHECKED', 1000)  # before each iteration
+    monkeypatch.setattr(Deadline, 'count_fitting', lambda self, i, evaluating_s: 6 - i)
+    said = succeeded(train(tmp_path / 'out', *flags, '--minutes=5', '--warmup_iters=12')).stdout
+    assert 'the speed has changed: max_iters=6, lr_decay_iters=13, after the warm-up' in said
+    assert choose_checkpoint(tmp_path / 'out')[0] == 6
+
+
 @pytest.mark.parametrize('text', ['4', '4:8,', '9:16,4:8', '4:8,4:9', 'a:b', '-1:4'])
 def test_ends_that_cannot_be_read_are_refused(text):
     with pytest.raises(UserError, match='earlier_ends'):
