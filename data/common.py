@@ -60,6 +60,13 @@ def positive(text):
     return int(text)
 
 
+def folder_name(text):
+    """Returns `text`, the value of --out_dir. Raises ArgumentTypeError if it is empty."""
+    if not text:
+        raise argparse.ArgumentTypeError('it is empty; name a folder')
+    return text
+
+
 def create_parser(doc, out_dir, *, rows=False):
     """Returns the parser of a script, with the flag --out_dir, and with --rows if `rows`. doc: the
     script's docstring, which --help prints. out_dir: the default of --out_dir. From this call on, a
@@ -67,7 +74,7 @@ def create_parser(doc, out_dir, *, rows=False):
     end_at_signals()
     parser = argparse.ArgumentParser(description=doc,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out_dir', default=out_dir,
+    parser.add_argument('--out_dir', default=out_dir, type=folder_name,
                         help="where the files go (default: this script's folder)")
     if rows:
         parser.add_argument('--rows', type=positive, default=0, metavar='BLOCK_SIZE',

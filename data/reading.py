@@ -116,12 +116,16 @@ def is_json(text):
 
 def read_table(path):
     """Yields the rows of a table with a header, {column: text}. A row with another number of fields
-    than the header is yielded as a list. A quoted field may hold newlines."""
+    than the header is yielded as a list. A quoted field may hold newlines. Raises UserError if two
+    columns have the same name."""
     csv.field_size_limit(2**28)
     with open_text(path) as file:
         delimiter = '\t' if ending(path) == '.tsv' else ','
         rows = filter(None, csv.reader(file, delimiter=delimiter, strict=True))
         names = [name.strip() for name in next(rows, [])]
+        twice = {name for name in names if name and names.count(name) > 1}
+        if twice:
+            raise UserError(f'{path} has two columns with the name {min(twice)}')
         for fields in rows:
             yield dict(zip(names, fields)) if len(fields) == len(names) else fields
 

@@ -94,7 +94,7 @@ UNSUPPORTED = {
     'length_penalty': 1, 'allowed_token_ids': [], 'typical_p': 1, 'mirostat': 0,
     'dynatemp_range': 0, 'xtc_probability': 0, 'dry_multiplier': 0, 'reasoning_effort': None,
     'tool_choice': ('none', 'auto'), 'prediction': None, 'modalities': ['text'],
-    'add_generation_prompt': True, 'include_stop_str_in_output': False,
+    'include_stop_str_in_output': False,
     'skip_special_tokens': True, 'add_special_tokens': None, 'documents': [], 'prompt_embeds': None,
     'n_predict': -1, 'repeat_penalty': 1, 'top_n_sigma': -1, 'typ_p': 1, 'samplers': None,
     'lora': [], 'input_extra': []}
@@ -217,6 +217,9 @@ class Job:
         if not 1 <= self.n_rows <= ROWS:
             raise Refusal(400, f'a request has 1 to {ROWS} answers, prompts times n', 'n')
         self.continues = is_chat and read_field(body, 'continue_final_message', bool)
+        if read_field(body, 'add_generation_prompt', bool) is False and not self.continues:
+            raise Refusal(400, 'add_generation_prompt of false is for continue_final_message',
+                          'add_generation_prompt')
         self.n_kept = read_field(body, 'truncate_prompt_tokens', int)
         if self.n_kept is not None and self.n_kept < 1 and self.n_kept != -1:
             raise Refusal(400, 'truncate_prompt_tokens must be -1 or at least 1')
@@ -536,11 +539,10 @@ class Server(ThreadingHTTPServer):
             texts = [self.model.tokenizer.decode([token]) for token in ids]
             likeliest = [{self.model.tokenizer.decode([token]): logprob}
                          for token, logprob in zip(top.tolist(), top_logprobs.tolist())]
-            offsets = [0, *itertools.accumulate(map(len, texts))][:-1]
             ends.append(describe_end(job, generation, i)._replace(
                 text=generation.texts[i], logprobs={
                     'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
-                    'top_logprobs': [None, *likeliest], 'text_offset': offsets}))
+                    'top_logprobs': [None, *likeliest], 'text_offset': find_offsets(self.model.tokenizer.decode, ids)}))
         job.events.put(ends)
 
     def make_all(self, job, chunks):
@@ -677,6 +679,25 @@ def describe_end(job, generation, i=0):
     if job.wants_logprobs and not job.echo:
         logprobs = describe_logprobs(job, generation, i, end)
     return End(text, reason, n_prompt, end - n_prompt, logprobs)
+
+
+def find_offsets(decode, ids):
+    """Returns for each token of a text where its characters begin in the text. A character made of
+    several tokens begins at the last of these tokens. decode: the function of a tokenizer. ids: the
+    tokens.
+
+    Decodes a few tokens at a time: those behind the latest end of a character, together with those
+    of that character, because a token may need a space in front."""
+    offsets = [0]
+    n_before = n_whole = 0  # tokens up to the latest two ends of characters
+    for n in range(1, len(ids)):
+        known = len(decode(ids[n_before:n_whole]))
+        text = decode(ids[n_before:n])
+        whole = strip_partial_utf8(text)
+        offsets.append(offsets[n_whole] + len(whole) - known)
+        if len(whole) == len(text):
+            n_before, n_whole = n_whole, n
+    return offsets
 
 
 def describe_logprobs(job, generation, i, end):

@@ -70,7 +70,7 @@ def check_characters(text, known):
     unknown = sorted(set(text) - set(known))
     if unknown:
         raise UserError('the text has characters that the model does not know: '
-                        f'{" ".join(map(repr, unknown))}; it knows {"".join(known)!r}')
+                        f'{" ".join(map(repr, unknown))}; it knows {"".join(sorted(known))!r}')
 
 
 def check_template(tokenizer):

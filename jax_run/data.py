@@ -2,6 +2,7 @@
 import mmap
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def remedy_for(data_dir):
     if INSTALLED in prepare.resolve().parents and prepare.exists():
         return f'run: prepare-jax {data_dir.name}'
     if prepare.exists():
-        return f'run: python {prepare}'
+        return f'run: python {shlex.quote(str(prepare))}'
     return f'there is no {prepare} to make it; see "Your own text" in README.md'
 
 

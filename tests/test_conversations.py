@@ -383,17 +383,24 @@ def test_a_context_and_a_system_prompt_are_part_of_the_question():
     ({'messages': TURNS, 'rejected_response': 'e'}, '"rejected_response", which is not read'),
     ({'messages': TURNS, 'context': 'e'}, '"context" beside what is read'),
     ({'instruction': 'i', 'question': 'a', 'answer': 'b'}, '"instruction" beside what is read'),
-    ({'messages': [{'role': 'system', 'content': 's'}, *TURNS], 'system': 't'}, 'begin with another one')])
+    ({'messages': [{'role': 'system', 'content': 's'}, *TURNS], 'system': 't'}, 'begin with another one'),
+    ({'messages': TURNS, 'system': 's', 'system_prompt': 't'}, 'system and system_prompt with different texts')])
 def test_what_belongs_to_a_question_and_is_not_read_is_refused_by_name(row, message):
     with pytest.raises(UserError, match=message):
         read_example(row)
 
 
-@pytest.mark.parametrize('label, counted', [(False, []), ('False', []), (0, []), (True, [1]), ('true', [1]), (1, [1])])
+@pytest.mark.parametrize('label, counted', [
+    (False, []), ('False', []), (0, []), (0.0, []), (True, [1]), ('true', [1]), (1, [1]), (1.0, [1])])
 def test_an_answer_that_is_labelled_bad_does_not_count(label, counted):
     for row in ({'prompt': 'ab', 'completion': 'cd', 'label': label}, {'messages': TURNS, 'label': label}):
         example = read_example(row)
         assert example.counted == [counted] and not example.unread
+
+
+def test_a_label_of_another_kind_is_named_among_the_columns_that_were_not_read():
+    example = read_example({'messages': TURNS, 'label': 'mathematics'})
+    assert example.counted == [[1]] and example.unread == {'label'}
 
 
 @pytest.mark.parametrize('name', ['train_on_turn', 'training'])

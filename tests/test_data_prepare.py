@@ -4,6 +4,7 @@ table of mistakes alone is gone through in one.
 GPT-2's BPE files would have to be downloaded; a small byte-level BPE replaces them. The scripts get it through a
 sitecustomize.py, which Python imports at its start.
 """
+import gzip
 import hashlib
 import importlib
 import json
@@ -278,7 +279,7 @@ def test_fineweb_has_its_documents_in_order_each_behind_the_end_token(tmp_path, 
 INPUTS = {  # {name: content}
     'mytext.txt': TEXT, 'empty.txt': '', 'ten.txt': '0123456789', 'latin.txt': b'caf\xe9 au lait ' * 9,
     'a.jsonl': '{"text": "a"}', 'bad.jsonl': '{"text": "a"}\n{', 'number.jsonl': '{"text": 1}',
-    'a.csv': 'id,body\n1,a\n', 'bad.parquet': 'garbage'}
+    'a.csv': 'id,body\n1,a\n', 'twice.csv': 'text,text\na,b\n', 'bad.parquet': 'garbage'}
 MISTAKES = [  # script, arguments, what is said
     ('shakespeare_char', 'nothing.txt', 'No such file'), ('shakespeare_char', 'empty.txt', 'train has only 0 tokens'),
     ('shakespeare_char', 'ten.txt', 'val has only 1 tokens, too few'), ('shakespeare_char', 'latin.txt', 'in UTF-8'),
@@ -291,6 +292,8 @@ MISTAKES = [  # script, arguments, what is said
     ('text', 'mytext.txt --tokenizer=word', 'may be char, gpt2, bpe:4096'), ('text', 'bad.jsonl', 'line 2 is not JSON'),
     ('text', 'a.jsonl --key=content', "line 1 has no 'content', only text; name what is the text with --key"),
     ('text', 'a.csv', "row 1 has no 'text', only id, body"), ('text', 'number.jsonl', "none of 1 rows has a text"),
+    ('text', 'twice.csv', 'two columns with the name text'), ('text', 'mytext.txt --out_dir=', 'name a folder'),
+    ('text', '/dev/null', 'neither a file nor a folder'),
     ('text', 'number.jsonl --strict=True', 'line 1 has no text under'), ('text', 'bad.parquet', 'cannot read'),
     ('text', 'mytext.txt --tokenizer=char --rows=0', "invalid positive value: '0'"),
     ('text', 'mytext.txt --tokenizer=char --rows=100000', 'do not fill a row of 100001; use fewer --rows or more'),
@@ -625,6 +628,18 @@ def test_pystdlib_and_openwebtext_come_in_rows_too(tmp_path, bpe_env):
         assert set(train.reshape(-1, 21)[:, 0]) == {ord('#')}
 
 
+def test_compressed_files_of_a_folder_are_read_unless_their_content_is_beside_them(tmp_path, env):
+    folder = tmp_path / 'in'
+    folder.mkdir()
+    for name, letter in (('a.txt', 'a'), ('b.txt', 'b')):
+        text_file(folder, letter * 100, name)
+        with gzip.open(folder / f'{name}.gz', 'wt') as file:
+            file.write(letter * 100)
+    (folder / 'b.txt').unlink()
+    said = prepare('text', folder, '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
+    assert 'read 2 documents of 2 files, 200 bytes' in said
+
+
 # -----------------------------------------------------------------------------
 # interrupted
 
@@ -673,15 +688,17 @@ def test_a_killed_run_continues_with_the_same_bytes(slow, bpe_env):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('change', ['tokens are gone', 'another tokenizer'])
+@pytest.mark.parametrize('change', ['tokens are gone', 'another key', 'a text was written again'])
 def test_work_that_is_no_longer_right_is_done_again(slow, bpe_env, change):
     args, expected = slow
     out = args[-1]
-    run = start([*args[:2], *(['--key=content'] if 'another' in change else []), *args[2:]], bpe_env)
+    run = start([*args[:2], *(['--key=content'] if change == 'another key' else []), *args[2:]], bpe_env)
     run.kill()
     run.communicate()
     if change == 'tokens are gone':
         os.truncate(out / 'train.part.bin', 100)
+    if change == 'a text was written again':
+        os.utime(args[1] / '000.txt')
     again = run_to_the_end(*args, env=bpe_env)
     assert (again.returncode, again.stderr) == (0, '')
     assert snapshot(out) == expected

@@ -22,7 +22,7 @@ import jax_text
 from jax_flags import TextSampling
 from jax_generate import Decoder
 from jax_hub.chats import SECONDS
-from jax_apps.serve import BODY_BYTES, Server
+from jax_apps.serve import BODY_BYTES, Server, find_offsets
 from jax_text import Generation, load
 from tests.common import (
     GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, random_request, sample, samples_of, slow,
@@ -460,8 +460,18 @@ def test_echo_has_the_log_probabilities_of_the_prompts_and_the_likeliest_tokens(
         for top, token, row in zip(found.top_logprobs[1:], likeliest, expected):
             assert top == {model.tokenizer.decode([token]): pytest.approx(row[token], abs=1e-4)}
         assert choice.text.startswith(text) and len(choice.text) == len(text) + 1
+        assert found.text_offset == list(range(len(choice.text)))
     status, text = post(of_run, {'prompt': 'a', 'echo': True})
     assert status == 400 and json.loads(text)['error']['param'] == 'echo'
+
+
+def test_the_offset_of_a_character_of_several_tokens_is_that_of_its_last():
+    def decode(ids):  # each byte is a token
+        return bytes(ids).decode(errors='replace')
+
+    ids = list('h\u00e9 \U0001f600 and\ufffd \u65e5\u672c'.encode())
+    expected = [len(decode(ids[:n]).rstrip('\ufffd')) for n in range(len(ids))]
+    assert find_offsets(decode, ids) == expected
 
 
 def test_another_answer_begins_while_the_prompts_of_an_echo_are_scored(of_run, monkeypatch):
@@ -538,6 +548,8 @@ def test_an_answer_that_was_cut_goes_on(of_chats):
     rest = ask(of_chats, [ASKED, {'role': 'assistant', 'content': begun}], temperature=0, max_tokens=4,
                extra_body={'continue_final_message': True}).choices[0].message.content
     assert begun + rest == whole
+    ask(of_chats, [ASKED, {'role': 'assistant', 'content': begun}], max_tokens=1,
+        extra_body={'continue_final_message': True, 'add_generation_prompt': False})  # as vLLM wants it
     with pytest.raises(openai.BadRequestError, match='needs an answer as the last message'):
         ask(of_chats, extra_body={'continue_final_message': True})
 

@@ -13,7 +13,8 @@ INPUTS = ('input', 'context')  # keys of a row with a text that is put below the
 # of them is refused (with "functions" only if it has no "tools"). readme.md has functions that make
 # messages of such rows
 UNREAD = ('history', 'functions', 'rejected_response')
-LABELS = {'true': 1, '1': 1, 'false': 0, '0': 0}  # whether the answers of a row are good ones
+LABELS = {  # whether the answers of a row are good ones
+    'true': 1, '1': 1, '1.0': 1, 'false': 0, '0': 0, '0.0': 0}
 ROLES = {  # ShareGPT's "from"
     'human': 'user', 'user': 'user', 'gpt': 'assistant', 'assistant': 'assistant',
     'function_call': 'assistant', 'system': 'system', 'tool': 'tool', 'observation': 'tool'}
@@ -84,8 +85,11 @@ def read_example(row):
         counted.append([i for i, message in enumerate(messages)
                         if counts(i, message) and i >= len(asked)])
 
-    if 'label' in row and LABELS.get(str(row['label']).lower()) == 0:
+    label = LABELS.get(str(row.get('label')).lower())
+    if label == 0:
         counted = [[] for _ in counted]
+    if label is None:
+        row.was_read.discard('label')  # it has another meaning
 
     # What the template takes: not the weights.
     conversations = [[for_template(message) for message in each] for each in conversations]
@@ -281,10 +285,13 @@ def read_question(row, name):
 def with_system(row, messages):
     """Puts a row's "system" or "system_prompt" in front of its messages, as a system message,
     unless they begin with that system message already. Returns the messages. Raises UserError if
-    they begin with a different system message. A row with neither field keeps its messages."""
+    they begin with a different system message, or if the two fields differ. A row with neither
+    field keeps its messages."""
     texts = [row[name] for name in SYSTEMS if row.get(name)]
     if not texts:
         return messages
+    if texts[0] != texts[-1]:
+        raise UserError(f'has {" and ".join(SYSTEMS)} with different texts')
     if messages and messages[0]['role'] == 'system':
         if messages[0].get('content') not in texts:
             raise UserError('has a "system" beside "messages" that begin with another one')

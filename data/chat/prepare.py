@@ -15,7 +15,6 @@ tokenizer.
 import bisect
 import collections
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ from common import (
     CHAT_TOKENS, PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, positive, remove)
 from forms import read_example
 from jax_hub.chats import OTHER_PROMPT
-from jax_flags import lock_file, read_json, whole_characters, write_json
+from jax_flags import digest, lock_file, read_json, whole_characters, write_json
 from reading import read_rows, read_text
 
 import numpy as np
@@ -369,11 +368,6 @@ def check_prompts(told, n, enc):
          f'answer badly: the generation prompt of the chat template is {prompt[-20:]!r}; {why}')
 
 
-def digest_files(files):
-    """Returns a digest of {name: text}."""
-    return hashlib.sha256(json.dumps(sorted(files.items())).encode()).hexdigest()
-
-
 def main():
     """Prepares the data set that the flags ask for."""
     parser = create_parser(__doc__, here)
@@ -399,7 +393,7 @@ def main():
     state = os.stat(args.input) if os.path.isfile(args.input) else None
     source = {'input': os.path.abspath(args.input), 'template': template,
               'size': state and state.st_size, 'changed': state and state.st_mtime_ns,
-              'tokenizer': digest_files(vocabulary.files)}
+              'tokenizer': digest(vocabulary.files)}
     read = read_examples(args.input, enc, vocabulary, folder, source)
     told = read.told
     n_examples = len(read.ends) // read.n_each

@@ -19,8 +19,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     TOKENIZER_HELP, choose_vocabulary, create_encoder, create_parser, cut, fail, finish_data_set,
     join, positive)
-from jax_flags import lock_file, read_json, whole_characters, write_json
-from reading import ROW_ENDINGS, ending, read_blocks, read_rows
+from jax_flags import digest, lock_file, read_json, whole_characters, write_json
+from reading import PACKED_ENDINGS, ROW_ENDINGS, ending, read_blocks, read_rows
 
 import numpy as np
 from tqdm import tqdm
@@ -32,8 +32,9 @@ BPE_BYTES = 2**27
 
 def find_files(paths, suffixes):
     """Returns the files that `paths` name. For a folder these are the files in it with one of the
-    endings `suffixes`, in the order of their names. Raises UserError if a path does not exist, or
-    if no file is found."""
+    endings `suffixes`, in the order of their names. A compressed file counts as one with the ending
+    of its content (a.txt.gz), unless the folder also has the file that is not compressed (a.txt).
+    Raises UserError if a path is neither a file nor a folder, or if no file is found."""
     found = []
     for root in paths:
         if not os.path.exists(root):
@@ -41,10 +42,16 @@ def find_files(paths, suffixes):
         if os.path.isfile(root):
             found.append(root)
             continue
+        if not os.path.isdir(root):
+            fail(f'{root} is neither a file nor a folder: write its text to a file first')
         for folder, subfolders, names in os.walk(root, onerror=refuse):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
-            found += [os.path.join(folder, name) for name in sorted(names)
-                      if name.lower().endswith(suffixes)]
+            for name in sorted(names):
+                plain, end = os.path.splitext(name)
+                is_packed = end.lower() in PACKED_ENDINGS
+                is_wanted = is_packed and plain not in names and plain.lower().endswith(suffixes)
+                if is_wanted or name.lower().endswith(suffixes):
+                    found.append(os.path.join(folder, name))
     if not found:
         fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}; name another '
              'end with --suffix')
@@ -280,14 +287,17 @@ def main():
     os.environ['RAYON_NUM_THREADS'] = str(args.num_proc)  # threads of the library tokenizers
 
     # Texts to tokens, tokens to a data set.
-    files = find_files(args.input, tuple(args.suffix.lower().split(',')))
+    suffixes = tuple(suffix.strip() for suffix in args.suffix.lower().split(','))
+    files = find_files(args.input, suffixes)
     texts = Texts(files, args.key, args.strict)
     if texts.n_skipped and not texts.sizes:
         fail(f'none of {texts.n_skipped:,} rows has a text under {args.key!r}, and not an empty '
              'one; --strict names the first')
     vocabulary = choose_vocabulary(
         args.tokenizer, texts.all_texts, texts.train_texts, has_chat=args.chat)
-    source = {'files': [[path, os.path.getsize(path)] for path in files],
+    states = [[os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns]
+              for path in files]
+    source = {'files': states, 'vocabulary': digest([vocabulary.tokenizer, vocabulary.files]),
               'tokenizer': args.tokenizer, 'chat': args.chat, 'key': args.key, 'pieces': 3}
     lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
     sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows,
