@@ -69,8 +69,13 @@ check_source(flags, given)
 check_needs('eval_jax', flags, given)
 if not (text + tasks).strip(', '):
     raise UserError('there is nothing to evaluate: name --text=FILE or --tasks=FILE')
-if os.path.isdir(output):
-    raise UserError(f'output={output} is a folder; name a file')
+for name, path in (('output', output), ('logprobs', logprobs)):
+    if os.path.isdir(path):
+        raise UserError(f'{name}={path} is a folder; name a file')
+    try:
+        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+    except OSError as error:
+        raise UserError(f'cannot write {name}={path}: {error.strerror}') from None
 
 
 def at(place, function, *args):
@@ -375,11 +380,14 @@ def report(group, name, evaluate, *args):
 
 # -----------------------------------------------------------------------------
 # jax is imported after the flags and files are read, so that --help and their errors come at once
-texts = {path: read_text(path, newline='') for path in text.split(',') if path}
+texts = {}
+for path in text.split(','):
+    if path.strip():
+        texts[path.strip()] = read_text(path.strip(), newline='')
 all_tasks = []
 for path in tasks.split(','):
-    if path:
-        all_tasks += read_tasks(path.rstrip('/'))
+    if path.strip():
+        all_tasks += read_tasks(path.strip().rstrip('/'))
 if len({name for name, *_ in all_tasks}) < len(all_tasks):
     raise UserError('two of the tasks have the same name: evaluate them one after the other')
 import jax

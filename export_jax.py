@@ -5,6 +5,7 @@ $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 $ python export_jax.py --out_dir=out-lora --adapter=my-adapter"""
+import math
 import os
 import signal
 import shlex
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from jax_flags import (
     DTYPES, UserError, check_choice, check_needs, check_source, is_read, read_flags, read_json,
-    require_package, start_script, write_text)
+    require_package, start_script, warn, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
@@ -86,11 +87,14 @@ def model_card(family, name):
     origin = f'Converted from {os.path.basename(init_from)}.'
     if init_from == 'resume':
         check_run(meta['flags'])
-        base = base_on_hub(meta['flags']['init_from'])
-        origin = describe_run(meta['flags'], meta['iter_num'])
+        run = {**meta['flags'], 'init_from': meta.get('origin', meta['flags']['init_from'])}
+        base = base_on_hub(run['init_from'])
+        origin = describe_run(run, meta['iter_num'])
 
     # How to use it: as a chat or to continue a text, and as a GGUF file.
     has_tokenizer = os.path.exists(os.path.join(folder, 'tokenizer.json'))
+    if not has_tokenizer:
+        origin += '\n\nIts tokenizer is missing: put its tokenizer.json into this folder first.'
     prompt = "'Once upon a time'"
     if has_tokenizer and HFTokenizer(folder).chat_template:
         prompt = "[{'role': 'user', 'content': 'Hello'}]"
@@ -152,13 +156,27 @@ def describe_run(run, iteration):
         table['init_from'] = public_name(table['init_from'])
 
     # The length of the training, then the table.
-    n_sequences = iteration * run['gradient_accumulation_steps'] * run['batch_size']
-    n_tokens = n_sequences * run['block_size']
+    n_tokens = count_tokens(run, iteration, meta.get('manifest') or {})
     text = (f"Trained for {iteration:,} iterations, {n_tokens:,} tokens, on the data set "
             f"{os.path.basename(run['dataset'])}.\n\n| figure, setting | |\n|---|---|")
     for key, x in table.items():
         text += f'\n| {key} | {x} |'
     return text
+
+
+def count_tokens(run, iteration, manifest):
+    """Returns the number of tokens that a run has trained on, up to `iteration`. run: the flags of
+    the run. manifest: the run's manifest, which lists the flags that resumes have changed."""
+    names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+    sizes = {name: run[name] for name in names}
+    n_tokens = 0
+    for change in reversed(manifest.get('earlier', [])):
+        n_tokens += (iteration - change['until']) * math.prod(sizes.values())
+        iteration = change['until']
+        for name, (before, _) in change.get('flags', {}).items():
+            if name in sizes:
+                sizes[name] = before
+    return n_tokens + iteration * math.prod(sizes.values())
 
 
 # -----------------------------------------------------------------------------
@@ -256,12 +274,18 @@ with tempfile.TemporaryDirectory() as made:
     if gguf and not tokenizer:
         raise UserError("a GGUF file holds the tokenizer, and this model's is unknown: put its "
                         'tokenizer.json beside the weights')
-    kind_without_files = 'gpt2' if gguf else 'char'
-    if tokenizer.get('kind') == kind_without_files:
-        write_tokenizer(tokenizer, made)
-        tokenizer = {'kind': 'folder', 'path': made}
-    elif not gguf and 'path' not in tokenizer:
-        print("without a tokenizer.json: it is GPT-2's, or unknown")
+    kind = tokenizer.get('kind')
+    try:
+        if kind == 'gpt2' or kind == 'char' and not gguf:
+            write_tokenizer(tokenizer, made)
+            tokenizer = {'kind': 'folder', 'path': made}
+    except UserError as error:  # GPT-2's tokenizer cannot be downloaded
+        if gguf:
+            raise
+        warn(f'without a tokenizer.json: {error}')
+        tokenizer = None
+    if tokenizer == {}:
+        print('without a tokenizer.json, because the tokenizer is unknown')
         tokenizer = None
     if adapter:
         save_adapter(updates, config, adapter, base=lora['base'], rank=lora['rank'],
@@ -275,7 +299,12 @@ target = folder or gguf or adapter
 if folder:
     folder = os.path.abspath(os.path.expanduser(folder))
     family = read_json(os.path.join(folder, 'config.json'))['model_type']
-    write_text(os.path.join(folder, 'README.md'), model_card(family, os.path.basename(folder)))
+    card = model_card(family, os.path.basename(folder))
+    try:
+        write_text(os.path.join(folder, 'README.md'), card)
+    except OSError as error:
+        raise UserError(f'cannot write the README.md of {folder} ({error.strerror}); the model there '
+                        'is complete') from None
 if adapter:
     print(f"an update of rank {lora['rank']} for {lora['base']}; adapter_config.json names it "
           f"{public_name(lora['base'])}")

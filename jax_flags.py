@@ -267,6 +267,9 @@ def config_block(script):
     return comments
 
 
+TEXTS = ('start', 'system', 'stop', 'sample_prompt')  # flags that take any text
+
+
 def read_flags(script, namespace, argv=None, *, ignored=()):
     """Reads the flags of a script. Returns two dicts {name: value}: all flags of the script, and
     the flags that the user gave.
@@ -305,6 +308,10 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
                 continue
             if name not in defaults:
                 raise UserError(f'unknown flag --{name}; {hint_for(name, flags, script)}')
+
+            # a shell does not expand the ~ of --name=~/path
+            if str(value).startswith('~/') and name not in TEXTS:
+                value = os.path.expanduser(value)
 
             # the value must have the type of the default, and an int must fit in 32 bits
             default = defaults[name]

@@ -98,7 +98,7 @@ def read_prompts(start, each_line, chat):
     if not start.startswith('FILE:'):
         return [start]
     # a file of JSON lines, of a prompt in each line, or of a single prompt
-    path = start.removeprefix('FILE:')
+    path = os.path.expanduser(start.removeprefix('FILE:'))
     text = read_text(path)
     if path.endswith('.jsonl'):
         prompts = []

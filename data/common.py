@@ -61,10 +61,11 @@ def positive(text):
 
 
 def folder_name(text):
-    """Returns `text`, the value of --out_dir. Raises ArgumentTypeError if it is empty."""
+    """Returns the path for `text`, the value of --out_dir, which may begin with ~. Raises
+    ArgumentTypeError if it is empty."""
     if not text:
         raise argparse.ArgumentTypeError('it is empty; name a folder')
-    return text
+    return os.path.expanduser(text)
 
 
 def create_parser(doc, out_dir, *, rows=False):

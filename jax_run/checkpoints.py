@@ -270,10 +270,8 @@ def checksum(path):
     """Returns the CRC-32 of a file, read 16 MiB at a time."""
     crc = 0
     with open(path, 'rb') as file:
-        block = file.read(2**24)
-        while block:
+        while block := file.read(2**24):
             crc = zlib.crc32(block, crc)
-            block = file.read(2**24)
     return crc
 
 
@@ -288,8 +286,7 @@ def find_damage(run, path, items=ITEMS):
     damaged = ''
     try:
         # Each process compares its share of the files.
-        text = (path / 'checksums.json').read_text()
-        sums = json.loads(text)
+        sums = json.loads((path / 'checksums.json').read_text())
         others = set(ITEMS) - set(items)
         names = sorted(name for name in sums if name.split('/')[0] not in others)
         for name in names[jax.process_index()::jax.process_count()]:
@@ -302,10 +299,7 @@ def find_damage(run, path, items=ITEMS):
         damaged = 'checksums.json'
 
     # The first process that found something decides for all.
-    for found in gather_texts(damaged):
-        if found:
-            return found
-    return ''
+    return next(filter(None, gather_texts(damaged)), '')
 
 
 def is_run(source):
@@ -342,8 +336,8 @@ def list_steps(folder):
     """Returns the iterations of the complete checkpoints in the folder ckpt/, the latest first."""
     if not folder.is_dir():
         return []
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
-    return sorted(steps, reverse=True)
+    names = [path.name for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    return sorted(map(int, names), reverse=True)
 
 
 def read_val_loss(step, since=0):
@@ -401,10 +395,8 @@ def describe_checkpoint(out_dir, step, meta):
     for name in sorted(sums):
         items.setdefault(name.split('/')[0], []).append([name, sums[name]])
     values = {'manifest': meta.get('manifest'), **items}
-    digests = {}
-    for name, value in values.items():
-        digests[name] = digest(value)[:16]
-    return {'iteration': step, 'digests': digests}
+    return {'iteration': step,
+            'digests': {name: digest(value)[:16] for name, value in values.items()}}
 
 
 # -----------------------------------------------------------------------------
@@ -525,8 +517,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     run = run_folder(out_dir)
     folder = run.files / 'ckpt'
     if not steps:
-        others = [path.parent for path in Path().glob('*/ckpt') if path.parent != Path(out_dir)]
-        runs = [str(path) for path in others]
+        runs = [str(path.parent) for path in Path().glob('*/ckpt') if path.parent != Path(out_dir)]
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
                         f'of a run{did_you_mean(str(out_dir), runs)}')
 
@@ -561,7 +552,7 @@ def has_checksums(path):
     """Returns whether all processes can read the checksums of the checkpoint folder `path`."""
     try:
         can_read = bool(read_json(path / 'checksums.json', optional=True))
-    except (UserError, OSError):
+    except UserError:
         can_read = False
     return all(gather_texts('yes' if can_read else ''))
 
@@ -574,8 +565,7 @@ def open_checkpoint(run, step, items=ITEMS, is_checked=True):
     path = run.files / 'ckpt' / str(step)
     problem = find_damage(run, path, items) if is_checked else ''
     # A checkpoint with damaged metrics: a resume renames it, whatever its checksums say.
-    has_metrics = 'metrics' in items
-    if not problem and has_metrics and read_val_loss(path) == -math.inf:
+    if not problem and 'metrics' in items and read_val_loss(path) == -math.inf:
         problem = 'metrics/metrics'
     if not problem:
         try:

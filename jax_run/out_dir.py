@@ -127,11 +127,15 @@ class OutDir:
         tokenizer = dict(run.model.tokenizer)
         if 'path' in tokenizer:
             tokenizer['path'] = 'tokenizer'  # beside the checkpoints
+        # what the run began from; in a resumed run the flag says 'resume'
+        origin = run.flags['init_from']
+        if run.resumed:
+            origin = run.resumed.get('origin', run.resumed['flags']['init_from'])
         meta = {
             'format': FORMAT, 'model': run.model.config.architecture(), 'iter_num': iter_num,
             'best_val_loss': best_val_loss, 'tokenizer': tokenizer, 'flags': run.flags,
             'versions': self.manifest['versions'], 'wandb_id': self.wandb_id,
-            'lora': run.model.lora, 'manifest': self.manifest}
+            'lora': run.model.lora, 'manifest': self.manifest, 'origin': origin}
         save_checkpoint(self.checkpoints, iter_num, state, val_loss=val_loss, meta=meta)
 
     def record_val_loss(self, iter_num, val_loss):

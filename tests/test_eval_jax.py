@@ -78,6 +78,18 @@ def test_the_json_goes_to_a_file_and_to_a_pipe_but_not_to_a_terminal(run, tmp_pa
     assert len(lines) == 1 and 'bits_per_byte' in lines[0] and '{' not in lines[0]
     result = run_script('eval_jax.py', f'--out_dir={run}', flags[0], f'--output={tmp_path}')
     assert_refused(result, 'is a folder; name a file')
+    tasks = write_lines(tmp_path / 'items.jsonl', ITEMS[:1])
+    for name in ('output', 'logprobs'):
+        path = tmp_path / 'a.txt' / 'b'  # a file is in the way
+        result = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={tasks}', f'--{name}={path}')
+        assert_refused(result, f'cannot write {name}=.*: (File exists|Not a directory)')
+
+
+def test_files_may_be_listed_with_a_space_after_the_comma(run, tmp_path):
+    for name in ('a.txt', 'b.txt'):
+        (tmp_path / name).write_text(TEXT)
+    found = evaluate(run, f'--text={tmp_path / "a.txt"}, {tmp_path / "b.txt"}')
+    assert list(found['results']['texts']) == [str(tmp_path / 'a.txt'), str(tmp_path / 'b.txt')]
 
 
 @pytest.mark.slow

@@ -1,16 +1,20 @@
 """The export script."""
+import dataclasses
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+from jax_flags import UserError
+from jax_hub.tokenizer_files import write_char_tokenizer
 from jax_pretrained import save_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_transformer import count_params
 from tests.common import (
-    RESUME, assert_refused, copy_folder, records_of, run_script, sample, samples_of, start, succeeded, train)
+    RESUME, TINY, assert_refused, copy_folder, random_params, records_of, run_script, sample, samples_of, start,
+    succeeded, train)
 
 INTERRUPTED = """
 import os, runpy, signal, sys
@@ -143,10 +147,40 @@ def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(run_copy,
     for base, named in names.items():
         for path in run_copy.glob('ckpt/*/meta/metadata'):
             meta = json.loads(path.read_text())
-            path.write_text(json.dumps(meta | {'flags': meta['flags'] | {'init_from': base}}))
+            resumed = {'flags': meta['flags'] | {'init_from': 'resume'}, 'origin': base}  # as a resume writes it
+            path.write_text(json.dumps(meta | resumed))
         for path in run_copy.glob('ckpt/*/checksums.json'):
             path.write_text('{}')
         folder = tmp_path / f'model-{base[:5].strip("/")}'
         succeeded(run_script('export_jax.py', f'--out_dir={run_copy}', f'--folder={folder}'))
         assert read_card(folder)[0].get('base_model') == named
         assert f'| init_from | {named or tmp_path.name} |' in read_card(folder)[1]  # no path, which may name a user
+
+
+def test_the_tokens_of_a_run_are_those_of_the_sizes_that_it_had(tmp_path, flags):
+    out = tmp_path / 'out'
+    succeeded(train(out, *flags, '--max_iters=4', '--batch_size=2', '--gradient_accumulation_steps=1'))
+    succeeded(train(out, *RESUME, '--max_iters=7', '--batch_size=4'))
+    meta = choose_checkpoint(out)[1]
+    assert (meta['flags']['init_from'], meta['origin']) == ('resume', 'scratch')
+    succeeded(run_script('export_jax.py', f'--out_dir={out}', '--checkpoint=latest', f'--folder={tmp_path / "model"}'))
+    n_tokens = (4 * 2 + 3 * 4) * meta['flags']['block_size']
+    assert f'Trained for 7 iterations, {n_tokens:,} tokens' in (tmp_path / 'model' / 'README.md').read_text()
+
+
+def test_a_model_of_gpt2s_tokens_is_exported_with_them(tmp_path, monkeypatch):
+    """The files are made by a function of their own, which needs those that tiktoken downloads."""
+    config = dataclasses.replace(TINY, vocab_size=50304, n_embd=8, n_head=2)
+    save_pretrained(random_params(config), config, tmp_path / 'gpt2')
+    writer = 'jax_hub.tokenizer_files.write_gpt2_tokenizer'
+    monkeypatch.setattr(writer, lambda folder: write_char_tokenizer('ab', folder))
+    succeeded(run_script('export_jax.py', f'--init_from={tmp_path / "gpt2"}', f'--folder={tmp_path / "model"}'))
+    assert (tmp_path / 'model' / 'tokenizer.json').exists()
+
+    def no_network(folder):
+        raise UserError("tiktoken cannot load GPT-2's BPE")
+
+    monkeypatch.setattr(writer, no_network)
+    done = run_script('export_jax.py', f'--init_from={tmp_path / "gpt2"}', f'--folder={tmp_path / "without"}')
+    assert "without a tokenizer.json: tiktoken cannot load GPT-2's BPE" in succeeded(done).stderr
+    assert 'put its tokenizer.json into this folder' in (tmp_path / 'without' / 'README.md').read_text()

@@ -44,6 +44,16 @@ def read(tmp_path):
     return read
 
 
+def test_a_path_may_begin_with_the_home_folder_and_a_text_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', '/home/me')
+    monkeypatch.setenv('USERPROFILE', '/home/me')  # Windows
+    script = tmp_path / 'script.py'
+    line = f'# {"-" * 77}\n'
+    script.write_text(f"{line}out_dir = 'out' # a folder\nstart = 'A' # a text\n{line}")
+    flags, given = read_flags(script, {'out_dir': 'out', 'start': 'A'}, ['--out_dir=~/run', '--start=~/run'])
+    assert flags == given == {'out_dir': '/home/me/run', 'start': '~/run'}
+
+
 def test_flags_and_config_files_apply_in_the_order_given(read):
     assert read()[0] == {'batch_size': 12, 'learning_rate': 6e-4, 'start': 'A # b', 'compile': True}
     flags, given = read('--batch_size=3', 'CONFIG', '--compile=False')
