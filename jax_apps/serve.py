@@ -535,14 +535,16 @@ class Server(ThreadingHTTPServer):
         if not scores:
             return
         ends = []
+        decode = self.model.tokenizer.decode
         for i, (ids, [(logprobs, _, top, top_logprobs)]) in enumerate(zip(rows, scores)):
-            texts = [self.model.tokenizer.decode([token]) for token in ids]
-            likeliest = [{self.model.tokenizer.decode([token]): logprob}
+            texts = [decode([token]) for token in ids]
+            likeliest = [{decode([token]): logprob}
                          for token, logprob in zip(top.tolist(), top_logprobs.tolist())]
             ends.append(describe_end(job, generation, i)._replace(
                 text=generation.texts[i], logprobs={
                     'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
-                    'top_logprobs': [None, *likeliest], 'text_offset': find_offsets(self.model.tokenizer.decode, ids)}))
+                    'top_logprobs': [None, *likeliest],
+                    'text_offset': find_offsets(decode, ids)}))
         job.events.put(ends)
 
     def make_all(self, job, chunks):
