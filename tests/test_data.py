@@ -3,6 +3,7 @@ import mmap
 import os
 import pickle
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -250,3 +251,12 @@ def test_conversations_need_their_masks(row_length, tmp_path):
         np.ones(splits[split].size, np.uint8).tofile(tmp_path / f'{split}_mask.bin')
     assert {split: mask.shape for split, mask in load_masks(tmp_path, splits).items()} == {
         split: tokens.shape for split, tokens in splits.items()}
+
+
+def test_the_command_that_makes_a_missing_data_set_can_be_copied(tmp_path):
+    folder = tmp_path / 'my data'
+    folder.mkdir()
+    (folder / 'prepare.py').write_text('')
+    with pytest.raises(UserError) as refused:
+        load_dataset_meta(folder)
+    assert shlex.split(str(refused.value).partition('run: ')[2]) == ['python', os.path.relpath(folder / 'prepare.py')]

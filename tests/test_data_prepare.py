@@ -636,8 +636,9 @@ def test_compressed_files_of_a_folder_are_read_unless_their_content_is_beside_th
         with gzip.open(folder / f'{name}.gz', 'wt') as file:
             file.write(letter * 100)
     (folder / 'b.txt').unlink()
-    said = prepare('text', folder, '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
-    assert 'read 2 documents of 2 files, 200 bytes' in said
+    for suffixes in ([], ['--suffix=.md, .txt']):
+        said = prepare('text', folder, '--tokenizer=char', *suffixes, '--out_dir', tmp_path / 'out', env=env)
+        assert 'read 2 documents of 2 files, 200 bytes' in said
 
 
 # -----------------------------------------------------------------------------

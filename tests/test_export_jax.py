@@ -1,11 +1,13 @@
 """The export script."""
 import dataclasses
+import errno
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+import jax_flags
 from jax_flags import UserError
 from jax_hub.tokenizer_files import write_char_tokenizer
 from jax_pretrained import save_pretrained
@@ -184,3 +186,17 @@ def test_a_model_of_gpt2s_tokens_is_exported_with_them(tmp_path, monkeypatch):
     done = run_script('export_jax.py', f'--init_from={tmp_path / "gpt2"}', f'--folder={tmp_path / "without"}')
     assert "without a tokenizer.json: tiktoken cannot load GPT-2's BPE" in succeeded(done).stderr
     assert 'put its tokenizer.json into this folder' in (tmp_path / 'without' / 'README.md').read_text()
+
+
+def test_a_card_that_cannot_be_written_is_named_and_the_model_is_complete(speaking, tmp_path, monkeypatch):
+    write_text = jax_flags.write_text
+
+    def disk_is_full(path, text):
+        if str(path).endswith('README.md'):
+            raise OSError(errno.ENOSPC, 'No space left on device')
+        write_text(path, text)
+
+    monkeypatch.setattr(jax_flags, 'write_text', disk_is_full)
+    result = run_script('export_jax.py', f'--init_from={speaking}', f'--folder={tmp_path / "model"}')
+    assert_refused(result, r'cannot write the README.md of .*\(No space left on device\); the model there is complete')
+    assert (tmp_path / 'model' / 'model.safetensors').exists()
