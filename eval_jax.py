@@ -78,6 +78,11 @@ for name, path in (('output', output), ('logprobs', logprobs)):
         raise UserError(f'cannot write {name}={path}: {error.strerror}') from None
 
 
+def list_paths(paths):
+    """Returns the list of the paths in a text, in which commas are between them."""
+    return [path.strip() for path in paths.split(',') if path.strip()]
+
+
 def at(place, function, *args):
     """Returns function(*args). If it raises a UserError, puts `place` before the message."""
     try:
@@ -380,14 +385,10 @@ def report(group, name, evaluate, *args):
 
 # -----------------------------------------------------------------------------
 # jax is imported after the flags and files are read, so that --help and their errors come at once
-texts = {}
-for path in text.split(','):
-    if path.strip():
-        texts[path.strip()] = read_text(path.strip(), newline='')
+texts = {path: read_text(path, newline='') for path in list_paths(text)}
 all_tasks = []
-for path in tasks.split(','):
-    if path.strip():
-        all_tasks += read_tasks(path.strip().rstrip('/'))
+for path in list_paths(tasks):
+    all_tasks += read_tasks(path.rstrip('/'))
 if len({name for name, *_ in all_tasks}) < len(all_tasks):
     raise UserError('two of the tasks have the same name: evaluate them one after the other')
 import jax

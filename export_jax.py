@@ -279,13 +279,13 @@ with tempfile.TemporaryDirectory() as made:
         if kind == 'gpt2' or kind == 'char' and not gguf:
             write_tokenizer(tokenizer, made)
             tokenizer = {'kind': 'folder', 'path': made}
+        elif not tokenizer:
+            print('without a tokenizer.json, because the tokenizer is unknown')
+            tokenizer = None
     except UserError as error:  # GPT-2's tokenizer cannot be downloaded
         if gguf:
             raise
         warn(f'without a tokenizer.json: {error}')
-        tokenizer = None
-    if tokenizer == {}:
-        print('without a tokenizer.json, because the tokenizer is unknown')
         tokenizer = None
     if adapter:
         save_adapter(updates, config, adapter, base=lora['base'], rank=lora['rank'],

@@ -544,7 +544,7 @@ class Server(ThreadingHTTPServer):
                 text=generation.texts[i], logprobs={
                     'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
                     'top_logprobs': [None, *likeliest],
-                    'text_offset': find_offsets(decode, ids)}))
+                    'text_offset': find_ends(decode, ids)[:-1]}))
         job.events.put(ends)
 
     def make_all(self, job, chunks):
@@ -683,23 +683,25 @@ def describe_end(job, generation, i=0):
     return End(text, reason, n_prompt, end - n_prompt, logprobs)
 
 
-def find_offsets(decode, ids):
-    """Returns for each token of a text where its characters begin in the text. A character made of
-    several tokens begins at the last of these tokens. decode: the function of a tokenizer. ids: the
-    tokens.
+def find_ends(decode, ids):
+    """Returns the lengths of the texts of ids[:0], ids[:1] and so on up to all ids, in whole
+    characters. decode: the function of a tokenizer.
 
-    Decodes a few tokens at a time: those behind the latest end of a character, together with those
-    of that character, because a token may need a space in front."""
-    offsets = [0]
-    n_before = n_whole = 0  # tokens up to the latest two ends of characters
-    for n in range(1, len(ids)):
+    Decodes a few ids at a time: those behind the latest end of a character, together with the text
+    before them, because a token may need a space in front."""
+    ends = [0]
+    n_before = n_whole = 0  # ids up to the latest two ends of characters
+    for n in range(1, len(ids) + 1):
         known = len(decode(ids[n_before:n_whole]))
         text = decode(ids[n_before:n])
         whole = strip_partial_utf8(text)
-        offsets.append(offsets[n_whole] + len(whole) - known)
+        # a decoder may write U+FFFD for the character before an incomplete one, too
+        ends.append(ends[n_whole] + max(0, len(whole) - known))
         if len(whole) == len(text):
-            n_before, n_whole = n_whole, n
-    return offsets
+            has_text = len(text) > known  # a special token has none
+            n_before = n_whole if has_text else n_before
+            n_whole = n
+    return ends
 
 
 def describe_logprobs(job, generation, i, end):
@@ -718,9 +720,8 @@ def describe_logprobs(job, generation, i, end):
     # where each token begins in the text; decoded together with the prompt's last token, because
     # the first new token may need a space in front
     decode = generation.model.tokenizer.decode
-    starts = [len(strip_partial_utf8(decode(tokens[n_prompt - 1:n])))
-              for n in range(n_prompt, end + 1)]
-    starts = [start - starts[0] for start in starts]
+    _, *ends = find_ends(decode, tokens[n_prompt - 1:end])
+    starts = [length - ends[0] for length in ends]
     texts = [text[start:stop] for start, stop in itertools.pairwise(starts)]
     if not job.is_chat:
         return {'tokens': texts, 'token_logprobs': logprobs, 'text_offset': starts[:-1],

@@ -705,6 +705,30 @@ def test_work_that_is_no_longer_right_is_done_again(slow, bpe_env, change):
     assert snapshot(out) == expected
 
 
+INTERRUPTED = '''
+import runpy, sys
+main = runpy.run_path(sys.argv.pop(1))['main']
+main.__globals__['finish_data_set'] = lambda *args, **options: sys.exit(3)
+main()
+'''
+
+
+def test_work_with_another_vocabulary_is_done_again(tmp_path, env):
+    text = text_file(tmp_path, words(20_000, seed=1), 'a.txt')
+    other = text_file(tmp_path, words(20_000, seed=2)[::-1], 'b.txt')
+    for name in (text, other):
+        prepare('text', name, '--tokenizer=bpe:300', '--out_dir', f'{name}_data', env=env)
+    shutil.copytree(f'{text}_data/tokenizer', tmp_path / 'model')
+    args = 'text', text, f'--tokenizer={tmp_path / "model"}', '--out_dir'
+    python, script, *flags = command(*args, tmp_path / 'out')
+    assert subprocess.run([python, '-c', INTERRUPTED, script, *flags], env=env).returncode == 3
+    assert (tmp_path / 'out' / 'lengths.part.bin').stat().st_size
+    shutil.copytree(f'{other}_data/tokenizer', tmp_path / 'model', dirs_exist_ok=True)
+    for out in ('out', 'anew'):
+        prepare(*args, tmp_path / out, env=env)
+    assert snapshot(tmp_path / 'out') == snapshot(tmp_path / 'anew')
+
+
 @pytest.mark.parametrize('name, code', [
     ('SIGINT', 130), ('SIGTERM', 143), pytest.param('SIGHUP', 129, marks=needs_hangup)])
 def test_a_signal_ends_a_preparation_in_one_line_and_it_continues(slow, bpe_env, name, code):

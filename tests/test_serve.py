@@ -22,7 +22,7 @@ import jax_text
 from jax_flags import TextSampling
 from jax_generate import Decoder
 from jax_hub.chats import SECONDS
-from jax_apps.serve import BODY_BYTES, Server, find_offsets
+from jax_apps.serve import BODY_BYTES, Server, find_ends
 from jax_text import Generation, load
 from tests.common import (
     GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, random_request, sample, samples_of, slow,
@@ -470,8 +470,16 @@ def test_the_offset_of_a_character_of_several_tokens_is_that_of_its_last():
         return bytes(ids).decode(errors='replace')
 
     ids = list('h\u00e9 \U0001f600 and\ufffd \u65e5\u672c'.encode())
-    expected = [len(decode(ids[:n]).rstrip('\ufffd')) for n in range(len(ids))]
-    assert find_offsets(decode, ids) == expected
+    expected = [len(decode(ids[:n]).rstrip('\ufffd')) for n in range(len(ids) + 1)]
+    assert find_ends(decode, ids) == expected
+
+    def decode_strictly(ids):  # as Llama's byte tokens: U+FFFD for each, if one is incomplete
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return '\ufffd' * len(ids)
+
+    assert find_ends(decode_strictly, list('h\u00e9\u00e9\U0001f600'.encode())) == [0, 1, 1, 2, 2, 3, 3, 3, 3, 4]
 
 
 def test_another_answer_begins_while_the_prompts_of_an_echo_are_scored(of_run, monkeypatch):

@@ -46,11 +46,12 @@ def find_files(paths, suffixes):
             fail(f'{root} is neither a file nor a folder: write its text to a file first')
         for folder, subfolders, names in os.walk(root, onerror=refuse):
             subfolders[:] = sorted(name for name in subfolders if not name.startswith('.'))
+            beside = set(names)
             for name in sorted(names):
                 plain, end = os.path.splitext(name)
-                is_packed = end.lower() in PACKED_ENDINGS
-                is_wanted = is_packed and plain not in names and plain.lower().endswith(suffixes)
-                if is_wanted or name.lower().endswith(suffixes):
+                is_packed = end.lower() in PACKED_ENDINGS and plain not in beside
+                content = plain if is_packed else name
+                if name.lower().endswith(suffixes) or content.lower().endswith(suffixes):
                     found.append(os.path.join(folder, name))
     if not found:
         fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}; name another '
