@@ -4,6 +4,7 @@ table of mistakes alone is gone through in one.
 GPT-2's BPE files would have to be downloaded; a small byte-level BPE replaces them. The scripts get it through a
 sitecustomize.py, which Python imports at its start.
 """
+import glob
 import gzip
 import hashlib
 import importlib
@@ -747,7 +748,7 @@ def test_openwebtext_interrupted_is_one_line_and_the_same_command_does_it(tmp_pa
     args = 'openwebtext', folder, '--num_proc=2', '--out_dir', out
     run = subprocess.Popen(command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                            env=bpe_env | {'SECONDS_PER_DOCUMENT': '0.005'}, start_new_session=True)
-    wait_for('the tokenizing', lambda: len(list((tmp_path / 'hf').rglob('tmp*'))) >= 2, run)
+    wait_for('the tokenizing', lambda: len(glob.glob(f'{tmp_path}/hf/**/tmp*', recursive=True)) >= 2, run)
     os.killpg(run.pid, signal.SIGINT) # Ctrl-C in a terminal reaches all processes
     assert run.communicate(timeout=300)[1] == '\ninterrupted; run the same command again\n'
     assert run.returncode == 130 and files_in(out) == []
