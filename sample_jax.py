@@ -264,10 +264,9 @@ def describe_row(generation, i, number):
 generations = []
 batch_size = 1 if cfg.stream else cfg.batch_size
 stream_cache = PrefixCache() if cfg.stream else None  # the samples of a prompt share its prefill
-waiting = {}  # {(number of prompt, number of sample): text}, to print in order
-to_print = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
-            if (number, index) not in done]
 batches = split_rows(prompts, num_samples, batch_size, done)
+waiting = {}  # {(number of prompt, number of sample): text}, to print in order
+to_print = sorted(row for rows in batches for row in rows)
 if cfg.stream:
     batches.sort()
 for rows in batches:

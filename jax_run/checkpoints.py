@@ -608,7 +608,8 @@ def restore_items(out_dir, step, items):
     """Restores items of checkpoint `step` and returns {name: tree}.
 
     items: {name: abstract tree, with shapes, types and shardings}. Raises UserError if the
-    checkpoint does not fit these trees, or is damaged."""
+    checkpoint does not fit these trees, or is damaged. Raises TryAgain if a run that trains has
+    deleted it meanwhile."""
     import orbax.checkpoint as ocp
     quiet_orbax()
     run = run_folder(out_dir)
@@ -620,6 +621,9 @@ def restore_items(out_dir, step, items):
                 restored[name] = checkpointer.restore(folder / name, tree)
             except Exception as error:
                 exit_if_peer_died(error)
+                if not (folder / name).exists():
+                    raise TryAgain(f'{folder} is no longer there, because the run keeps only its '
+                                   'latest checkpoints; start the command again') from error
                 what = 'the model'
                 remedy = ''
                 if name == 'opt_state':

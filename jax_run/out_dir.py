@@ -9,12 +9,12 @@ import jax
 
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import (
-    UserError, exit_if_peer_died, free_name, note, read_json, warn, write_json)
+    TryAgain, UserError, exit_if_peer_died, free_name, note, read_json, warn, write_json)
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizer_files import copy_tokenizer
 from jax_run.checkpoints import (
-    FORMAT, add_val_loss, checkpoint_steps, data_since, finish_checkpoints, is_checkpoint, list_steps, open_checkpoints,
-    read_val_loss, run_folder, save_checkpoint, split_checkpoint)
+    FORMAT, add_val_loss, checkpoint_steps, data_since, finish_checkpoints, is_checkpoint, list_steps, open_checkpoint,
+    open_checkpoints, read_val_loss, run_folder, save_checkpoint, split_checkpoint)
 from jax_run.data import DataChanged
 from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
@@ -256,7 +256,10 @@ def lock_out_dir(out_dir, resumed_at=None):
     checkpoint counts as damaged if its metrics are unreadable, or if it is newer than iteration
     resumed_at. (A run resumes from its newest intact checkpoint. So a checkpoint that is newer was
     not intact.) resumed_at: the iteration that the run goes on from. It is None if the run is not
-    resumed; then only checkpoints with unreadable metrics count as damaged."""
+    resumed; then only checkpoints with unreadable metrics count as damaged.
+
+    Raises TryAgain if a newer checkpoint is intact: another run has saved it, and has ended, after
+    this run had chosen the checkpoint of iteration resumed_at."""
     run = run_folder(out_dir)
     machine = socket.gethostname()
     mine = f'process {os.getpid()} on {machine} since {time.strftime("%F %T")}'
@@ -267,11 +270,31 @@ def lock_out_dir(out_dir, resumed_at=None):
     with in_all_processes():
         if is_first:
             held = run.lock(holder)
+    later = None if resumed_at is None else find_later_checkpoint(out_dir, resumed_at)
+    if later:
+        if held:
+            held.close()
+        raise TryAgain(f'another run has saved checkpoint {later} of {out_dir} while this command '
+                       'started; start the command again')
+    with in_all_processes():
+        if is_first:
             set_damaged_aside(run, resumed_at)
     with in_all_processes():
         if not is_first:
             see_lock(run, out_dir, holder)
     return held
+
+
+def find_later_checkpoint(out_dir, iteration):
+    """Returns the iteration of the newest intact checkpoint in out_dir, if it is newer than
+    `iteration`, else None. All processes have to call this function."""
+    seen_by_first = gather_texts(' '.join(map(str, checkpoint_steps(out_dir))))[0]
+    for step in map(int, seen_by_first.split()):
+        if step > iteration:
+            with contextlib.suppress(UserError):  # it is damaged
+                open_checkpoint(run_folder(out_dir), step)
+                return step
+    return None
 
 
 def set_damaged_aside(run, resumed_at):

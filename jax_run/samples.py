@@ -25,8 +25,8 @@ def split_rows(prompts, num_samples, batch_size, done=()):
     prompts: lists of token ids. num_samples: the number of rows of each prompt. done: the rows that
     already have a sample, and are left out. Rows with prompts of similar length share a batch.
     Within a batch, rows are sorted by their indices."""
-    rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)]
-    rows = [row for row in rows if row not in done]
+    rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
+            if (number, index) not in done]
     rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
     return [sorted(rows[i:i + batch_size]) for i in range(0, len(rows), batch_size)]
 

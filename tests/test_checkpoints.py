@@ -11,7 +11,7 @@ import jax_run.checkpoints
 import jax
 import pytest
 
-from jax_flags import UserError
+from jax_flags import TryAgain, UserError
 from jax_run.checkpoints import (
     checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints, run_folder,
     save_checkpoint)
@@ -129,6 +129,23 @@ def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_c
     finish_checkpoints(manager)
     assert checkpoint_steps(three_checkpoints) == [3]
     assert choose_checkpoint(three_checkpoints)[0] == 3
+
+
+def test_a_checkpoint_that_another_run_saves_while_a_command_starts_is_not_taken_for_damaged(three_checkpoints):
+    """The command has chosen checkpoint 1; before it has the lock, another run saves 2 and 3 and ends."""
+    damage(three_checkpoints / 'ckpt' / '3' / 'params' / '_METADATA', 'flip a bit')
+    with pytest.raises(TryAgain, match='another run has saved checkpoint 2 .* start the command again'):
+        lock_out_dir(three_checkpoints, 1)
+    assert checkpoint_steps(three_checkpoints) == [3, 2, 1]
+    lock_out_dir(three_checkpoints, 2).close()  # the refused command has given the lock back
+    assert checkpoint_steps(three_checkpoints) == [2, 1]
+
+
+def test_a_checkpoint_that_a_run_deletes_while_it_is_read_is_not_called_damaged(three_checkpoints, tiny_state):
+    step, _ = choose_checkpoint(three_checkpoints, 'best')
+    shutil.rmtree(three_checkpoints / 'ckpt' / str(step))
+    with pytest.raises(TryAgain, match=f'ckpt/{step} is no longer there, .* start the command again'):
+        load_checkpoint(three_checkpoints, step, tiny_state)
 
 
 @pytest.mark.parametrize('text', ['[]', '{"val_loss": "x"}', '{"val_loss": NaN}', '{'])
