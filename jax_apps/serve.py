@@ -35,7 +35,7 @@ from urllib.parse import unquote
 from jax_apps.batching import Batch
 from jax_flags import CONTROLS, UserError
 from jax_generate import PrefixCache
-from jax_hub.chats import final_answer
+from jax_hub.chats import check_is_written, final_answer
 from jax_hub.tokenizers import strip_partial_utf8
 from jax_text import Generation
 
@@ -569,11 +569,14 @@ class Server(ThreadingHTTPServer):
         only the last ids. Raises UserError or Refusal if the prompt is not valid, and Refusal if
         there are more ids than the context has positions."""
         if job.is_chat:
-            first = prompt[0] if prompt else None
-            has_system = isinstance(first, dict) and first.get('role') == 'system'
-            prompt = prompt if has_system else [*self.system, *prompt]
+            asked = [self.with_known_role(message) for message in prompt]
+            first = asked[0] if asked else None
+            has_system = isinstance(first, dict) and first.get('role') in ('system', 'developer')
+            prompt = asked if has_system else [*self.system, *asked]
         are_ids = not job.is_chat and isinstance(prompt, list)
         ids = prompt if are_ids else self.encode_text(job, prompt)
+        if job.is_chat:
+            check_is_written(self.model.tokenizer, asked)
         n_vocab = self.model.tokenizer.vocab_size
         if are_ids and not all(0 <= id < n_vocab for id in ids):
             raise Refusal(400, f'the ids of prompt must be 0 to {n_vocab - 1}', 'prompt')
@@ -586,6 +589,14 @@ class Server(ThreadingHTTPServer):
                           'it, or add "truncate_prompt_tokens": -1 to continue its end',
                           'messages' if job.is_chat else 'prompt', 'context_length_exceeded')
         return ids
+
+    def with_known_role(self, message):
+        """Returns a message of a request. OpenAI's role 'developer' becomes its older name
+        'system', unless the chat template knows the new name, as gpt-oss's does."""
+        is_developer = isinstance(message, dict) and message.get('role') == 'developer'
+        if is_developer and 'developer' not in str(self.model.tokenizer.chat_template):
+            return {**message, 'role': 'system'}
+        return message
 
     def encode_text(self, job, prompt):
         """Returns the token ids of a text or of messages. If the request sets

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jax_flags import UserError
 from jax_generate import PrefixCache
-from jax_hub.chats import final_answer
+from jax_hub.chats import check_is_written, final_answer
 from jax_text import Generation, warn_if_too_long
 
 COMMANDS = '/retry, /clear, /save FILE, /help, /exit; Ctrl-C ends an answer, Ctrl-D leaves'
@@ -39,7 +39,8 @@ class Chat:
     context of the next answer.
 
     model: a TextModel. system: the text of the system prompt, '' for none. sampling: a
-    TextSampling."""
+    TextSampling. The constructor raises UserError if the chat template leaves the system prompt
+    out."""
 
     def __init__(self, model, system, sampling):
         self.model = model
@@ -47,6 +48,7 @@ class Chat:
         self.system = []
         if system:
             self.system = [{'role': 'system', 'content': system}]
+            check_is_written(model.tokenizer, [*self.system, {'role': 'user', 'content': 'x'}])
         self.messages = []  # the user's and the model's, in turn
         self.n_answers = 0
         self.prefix_cache = PrefixCache()

@@ -589,6 +589,17 @@ def left_out_parts(tokenizer, chat, parts):
     return [part for part in missing if left_out_parts(tokenizer, chat, [part])]
 
 
+def check_is_written(tokenizer, messages):
+    """Raises UserError if the chat template leaves out the text of a message of another role than
+    'user' and 'assistant', such as 'system'. messages: a conversation that the template takes."""
+    chat = read_chat(messages)
+    parts = [Part(i, *part) for i, message in enumerate(chat.messages)
+             for part in parts_of(message) if message['role'] not in ('user', 'assistant')]
+    for part in left_out_parts(tokenizer, chat, parts):
+        raise UserError(f"the model's chat template leaves out {part.kind}: write the text into a "
+                        "message of the user")
+
+
 def mark_answer(message):
     """Returns the message with MARK in place of its text. If the message has tool calls, MARK
     replaces the name of the last call instead, because many templates write no text beside a

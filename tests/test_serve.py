@@ -214,6 +214,30 @@ def test_the_system_prompt_of_the_server_is_in_front_of_chats_that_have_none():
         assert ask(server, [{'role': 'system', 'content': 'a'}, ASKED]).usage.prompt_tokens == 7
 
 
+def test_a_developer_is_the_system_unless_the_chat_template_knows_both(speaking):
+    chats = [[{'role': role, 'content': 'be brief'}, ASKED] for role in ('system', 'developer')]
+    with serving(LETTERS, system='a') as server:  # the server's own system prompt is not added either
+        texts = [ask(server, chat, seed=1).choices[0].message.content for chat in chats]
+        assert texts[0] == texts[1] != ask(server, seed=1).choices[0].message.content
+    template = '{% for m in messages %}{{ "ab" if m.role == "developer" else "c" }}{{ m.content }}{% endfor %}'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    with serving(speaking) as server:
+        assert [ask(server, chat).usage.prompt_tokens for chat in chats] == [12, 13]
+
+
+def test_a_message_that_the_chat_template_leaves_out_is_refused(speaking):
+    template = '{% for m in messages if m.role in ["user", "assistant"] %}{{ m.content }}{% endfor %}'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    with serving(speaking) as server:
+        for role in ('system', 'developer', 'tool', 'narrator'):
+            name = 'system' if role == 'developer' else role
+            with pytest.raises(openai.BadRequestError, match=f'leaves out messages of the role "{name}"'):
+                ask(server, [ASKED, {'role': 'assistant', 'content': 'a'}, {'role': role, 'content': 'b'}])
+        assert ask(server).usage.prompt_tokens == 2
+    refused = sample('none', f'--init_from={speaking}', '--chat=True', '--start=a', '--system=be brief')
+    assert_refused(refused, 'leaves out messages of the role "system"')
+
+
 def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request_says_so(of_run):
     long = 'the quick brown fox jumps over the lazy dog'
     with pytest.raises(openai.BadRequestError, match='the prompt has 43 tokens, the context 16') as refused:
