@@ -15,6 +15,11 @@ from jax_flags import UserError, whole_characters
 
 SECONDS = 5  # limit of a chat template, an untrusted program, for one text
 MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no text has this code
+# what transformers takes beside a template's variables, so that no variable may have these names
+OPTIONS = {
+    'messages', 'conversation', 'conversations', 'tools', 'documents', 'chat_template', 'tokenize',
+    'add_generation_prompt', 'continue_final_message', 'sanitize_control_tokens', 'padding', 'truncation',
+    'max_length', 'return_tensors', 'return_dict', 'return_assistant_tokens_mask', 'tokenizer_kwargs'}
 
 
 class Chat(NamedTuple):
@@ -26,10 +31,15 @@ class Chat(NamedTuple):
 
 def read_chat(messages, tools=None, variables=None):
     """Turns a user's messages into a Chat. tools, variables: see Chat. Raises UserError if
-    `messages` are no conversation."""
+    `messages` are no conversation, `tools` no list, or `variables` no object of variables."""
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
                         'one')
+    if not isinstance(variables or {}, dict) or not OPTIONS.isdisjoint(variables or {}):
+        raise UserError('chat_template_kwargs must be an object with variables of the chat '
+                        f'template, and without {", ".join(sorted(OPTIONS))}')
+    if not isinstance(tools or [], list):
+        raise UserError('tools must be a list of JSON schemas')
     return Chat([read_message(i, message) for i, message in enumerate(messages)], tools,
                 variables or {})
 
@@ -81,21 +91,22 @@ def call_of(message, n=-1):
 
 
 def with_arguments(tokenizer, chat):
-    """Returns a Chat with the arguments of tool calls in the form that the tokenizer's template
-    takes: objects or JSON text. Tries objects first, decoded from OpenAI's JSON text. If the
-    template fails with objects or writes them as Python dicts, tries JSON text. If the template
-    fails with JSON text, returns objects."""
+    """Returns a Chat with tool calls in the form that the tokenizer's template takes. A content is
+    empty or missing (see with_contents). The arguments are objects or JSON text: tries objects
+    first, decoded from OpenAI's JSON text. If the template fails with objects or writes them as
+    Python dicts, tries JSON text. If the template fails with JSON text, returns objects."""
+    chat = with_contents(tokenizer, chat)
     decoded = chat._replace(messages=[decode_arguments(message) for message in chat.messages])
-    found = [call_of(message, n).get('arguments') for message in decoded.messages
-             for n in range(len(message.get('tool_calls') or ()))]
-    objects = [str(arguments) for arguments in found if isinstance(arguments, dict) and arguments]
-    if not objects:
+    if not objects_of(decoded):
         return decoded
-    try:
-        text = render(tokenizer, decoded)
-    except UserError:
-        text = None
-    if text is not None and not any(arguments in text for arguments in objects):
+    # the arguments with a mark: without it they may also be in a tool's result, written by Python;
+    # but a template may fail with a mark, which is none of the tool's parameters
+    marked = chat._replace(messages=[map_arguments(message, mark_arguments)
+                                     for message in decoded.messages])
+    is_fit = takes_objects(tokenizer, marked)
+    if is_fit is None:
+        is_fit = takes_objects(tokenizer, decoded)
+    if is_fit:
         return decoded
     as_text = chat._replace(messages=[encode_arguments(message) for message in chat.messages])
     try:
@@ -103,6 +114,43 @@ def with_arguments(tokenizer, chat):
     except UserError:
         return decoded
     return as_text
+
+
+def with_contents(tokenizer, chat):
+    """Returns a Chat. A message that has calls of tools and no text may have no content, or ''.
+    Some templates, such as Qwen3's, fail with one of these, or then leave the calls out. If the
+    template does not write the calls of `chat`, such messages get a content with which it does."""
+    blank = [i for i, message in enumerate(chat.messages)
+             if message.get('tool_calls') and not message.get('content')]
+    if not blank:
+        return chat
+    for content in ({}, {'content': ''}):  # transformers drops a content of None
+        messages = [{**message, **content} if i in blank else message
+                    for i, message in enumerate(chat.messages)]
+        marked = [mark_answer(message) if i in blank else message
+                  for i, message in enumerate(messages)]
+        with contextlib.suppress(UserError):
+            if MARK in render(tokenizer, chat._replace(messages=marked)):
+                return chat._replace(messages=messages)
+    return chat
+
+
+def objects_of(chat):
+    """Returns a list of the arguments of all tool calls in a Chat that are objects, without the
+    empty ones."""
+    found = [call_of(message, n).get('arguments') for message in chat.messages
+             for n in range(len(message.get('tool_calls') or ()))]
+    return [arguments for arguments in found if isinstance(arguments, dict) and arguments]
+
+
+def takes_objects(tokenizer, chat):
+    """Returns whether the chat template takes arguments of tool calls that are objects: False if it
+    writes one of those in `chat` as a Python dict, None if it fails."""
+    try:
+        text = render(tokenizer, chat)
+    except UserError:
+        return None
+    return not any(str(arguments) in text for arguments in objects_of(chat))
 
 
 def map_arguments(message, function):
@@ -114,6 +162,12 @@ def map_arguments(message, function):
             inner = {**inner, 'arguments': function(inner['arguments'])}
         calls.append({**call, 'function': inner} if 'function' in call else inner)
     return {**message, 'tool_calls': calls} if calls else message
+
+
+def mark_arguments(arguments):
+    """Returns the arguments of a call with one more, MARK. Arguments that are no object, or an
+    empty one, stay as they are."""
+    return {**arguments, MARK: MARK} if isinstance(arguments, dict) and arguments else arguments
 
 
 def decode_arguments(message):
@@ -394,6 +448,8 @@ def find_answer(tokenizer, chat, i, text):
     n_marks = len(around_last) - 1
     # a call's name may be written again where its result is
     is_repeated = not has_calls and len(around) > 2
+    if has_calls and not n_marks:
+        raise UserError(NO_CALLS.format(i))
     if not 1 <= n_marks < len(around) or is_repeated:
         raise refusal
     before, before_last = around[0], around_last[0]
@@ -422,7 +478,27 @@ def find_answer(tokenizer, chat, i, text):
     if start > said:
         raise refusal
     n_shared = len(os.path.commonprefix([after, around_last[-1]]))
-    return Answer(start, said, said + n_shared, n_shared == len(around_last[-1]), has_calls)
+    is_whole = n_shared == len(around_last[-1])
+
+    # what differs begins with a special token, if only the end of the chat is another
+    n_shared, is_special = find_difference(tokenizer, around_last[-1], n_shared)
+    if has_calls and not is_special:
+        raise UserError(f'the chat template writes the calls of answer {i} in another way at the '
+                        'end of a conversation, so it is not clear where they end; mark what the '
+                        'assistant says by {% generation %}, and give that file as --template=FILE')
+    return Answer(start, said, said + n_shared, is_whole, has_calls)
+
+
+def find_difference(tokenizer, text, n_shared):
+    """Looks at the first token of a text that ends behind its first n_shared characters and is no
+    white space. Returns (n_shared, or the start of this token if the token is special and begins
+    before; whether it is special). Without such a token, returns (n_shared, True)."""
+    encoding = tokenizer.tokenizer.encode(text, add_special_tokens=False)
+    for id, (start, end) in zip(encoding.ids, encoding.offsets):
+        if text[max(start, n_shared):end].strip():
+            is_special = id in tokenizer.special_ids.union(tokenizer.stop_tokens)
+            return min(start, n_shared) if is_special else n_shared, is_special
+    return n_shared, True
 
 
 def ends_alike(request, before, question):
@@ -491,6 +567,9 @@ def check_spans(tokenizer, chat, text, spans, chosen):
 THOUGHTS = ('reasoning_content', 'reasoning', 'thinking')  # keys of a message
 
 
+NO_CALLS = ('message {} calls a tool, and the chat template does not write the call: the model '
+            'would learn to answer without it; take a template that does, as --template=FILE, or leave '
+            'such rows out')
 OTHER_PROMPT = ('the tokens that ask for an answer are others than those before it in training, so '
                 'that the model may answer badly')
 
@@ -512,9 +591,7 @@ def find_lost(tokenizer, chat, ids, counted):
     left_out = left_out_parts(tokenizer, chat, parts)
     for part in left_out:
         if part.key == 'tool_calls' and part.number in counted:
-            raise UserError(f'message {part.number} calls a tool, and the chat template does not '
-                            'write calls: the model would learn to answer without them; take a '
-                            'template that does, as --template=FILE, or leave such rows out')
+            raise UserError(NO_CALLS.format(part.number))
     lost = [f'the template leaves out {part.kind}' for part in left_out]
     if chat.tools and leaves_out_tools(tokenizer, chat):
         lost.append('the template leaves out the descriptions of tools')
@@ -649,7 +726,7 @@ def find_end(answer, text, specials, stop_tokens):
     last = [special.end for special in behind if special.end <= limit][-1:]
     if last:
         return start, last[0]
-    return start, limit if is_whole else said
+    return start, limit if is_whole or has_calls else said
 
 
 def find_next_end(tokenizer, chat, behind):

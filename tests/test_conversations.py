@@ -138,10 +138,36 @@ def test_calls_of_tools_count_to_the_end_of_the_turn(made):
         assert text.startswith('<system>[{"type": "function", "function": {"name": "add"')
 
 
+def test_calls_that_are_written_otherwise_at_the_end_of_a_chat_are_refused_and_never_cut(made):
+    template = ('{% for m in messages %}{% set is_last = loop.last and m.role == "assistant" %}<{{ m.role }}>'
+                '{{ m.content or "" }}{% for c in m.tool_calls or [] %}({{ c.function.name }}'
+                '{{ c.function.arguments|tojson }}NUMBER){% endfor %}{{ "</s>" if is_last else "" }}{% endfor %}'
+                '{{ "<assistant>" if add_generation_prompt else "" }}')
+    chat = [ASK, {'role': 'assistant', 'tool_calls': [CALL]}, ASK, ANSWER]
+    assert counted_text(made(template.replace('NUMBER', '')), chat)[1] == '(add{"a": 1})|cd</s>'
+    numbered = made(template.replace('NUMBER', '{{ "" if is_last else "1" }}'))
+    assert 'writes the calls of answer 1 in another way' in refusal(numbered.encode_training_chat, chat)
+
+
+@pytest.mark.parametrize('condition', ['m.content is defined', 'm.content == ""'])
+def test_a_call_without_text_is_written_by_a_template_that_wants_a_certain_content(made, condition):
+    strict = made(QWEN.replace('m.tool_calls or []', f'(m.tool_calls if {condition} else [])'))
+    whole = counted_text(made(QWEN), [ASK, {'role': 'assistant', 'tool_calls': [CALL]}])[1]
+    for content in ({}, {'content': None}, {'content': ''}):
+        call = {'role': 'assistant', 'tool_calls': [CALL]} | content
+        assert counted_text(strict, [ASK, call])[1] == whole
+    fails = made(QWEN.replace('{% for m in messages %}', '{% for m in messages %}{{ m.content.strip()[:0] }}'))
+    assert counted_text(fails, [ASK, {'role': 'assistant', 'tool_calls': [CALL]}])[1] == whole
+
+
 def test_variables_reach_the_template_and_parts_of_text_are_joined(made):
     tokenizer = made(QWEN)
     parts = {'role': 'user', 'content': [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]}
     assert tokenizer.render_chat([parts], add_generation_prompt=False, variables={'think': True}) == 't<user>ab</s>'
+    for variables in ([1], 3, {'tokenize': True}, {'tools': []}):
+        assert 'chat_template_kwargs must be' in refusal(
+            lambda: tokenizer.encode_chat([parts], variables=variables))
+    assert 'tools must be a list' in refusal(lambda: tokenizer.encode_chat([parts], tools={'a': 1}))
     for messages, message in (
             ([], 'messages must be a list'), ([{'content': 'a'}], 'message 0 is not'),
             ([{'role': 'user', 'content': [{'type': 'image'}]}], 'message 0 has no "content" that is a text'),
@@ -460,12 +486,26 @@ def test_arguments_as_a_text_of_json_are_written_as_those_that_are_an_object(mad
         assert tokenizer.render_chat([ASK, called(arguments)], add_generation_prompt=False) == text
 
 
+def test_arguments_are_written_as_an_object_where_a_tool_returns_them_as_python_writes_them(made):
+    calls = ('{% for m in messages %}{{ m.content or "" }}{% for c in m.tool_calls %}{{ c.function.arguments|tojson }}'
+             '{% endfor %}{% endfor %}')
+    checks = calls.replace('{{ c.', '{% if c.function.arguments is mapping %}{% for k in c.function.arguments %}'
+                           '{{ tools[0][k].type }}{% endfor %}{% endif %}{{ c.')
+    messages = [ASK, called('{"a": 1}'), {'role': 'tool', 'content': "made {'a': 1}"}]
+    assert made(calls).render_chat(messages, add_generation_prompt=False) == """ab{"a": 1}made {'a': 1}"""
+    # a template that looks the arguments up among the tool's parameters
+    tools = [{'a': {'type': 'x'}}]
+    assert made(checks).render_chat(messages[:2], add_generation_prompt=False, tools=tools) == 'abx{"a": 1}'
+
+
 def test_nulls_of_a_table_are_not_in_tools_and_calls():
     parameters = {'a': {'type': 'x'}, 'b': None}
     tool = {'type': 'function', 'function': {'name': 'add', 'strict': None, 'parameters': parameters}}
     example = read_example({'messages': [ASK, called({'a': 1, 'b': None})], 'tools': [tool]})
     assert example.tools == [{'type': 'function', 'function': {'name': 'add', 'parameters': {'a': {'type': 'x'}}}}]
     assert example.conversations[0][1]['tool_calls'] == called({'a': 1})['tool_calls']
+    thinking = read_example({'messages': TURNS, 'chat_template_kwargs': {'enable_thinking': None, 'a': False}})
+    assert thinking.variables == {'a': False}
 
 
 # -----------------------------------------------------------------------------
@@ -529,7 +569,7 @@ def test_calls_of_tools_that_a_template_leaves_out_are_refused_and_their_descrip
     assert not any('leaves out' in said for said in made(QWEN).find_lost(turns, [], counted=[1, 3], tools=[TOOL]))
     no_calls = made('{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content or "" }}</s>'
                     '{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}')
-    with pytest.raises(UserError, match='message 1 calls a tool, and the chat template does not write calls'):
+    with pytest.raises(UserError, match='message 1 calls a tool, and the chat template does not write the call'):
         no_calls.find_lost(turns, [], counted=[1, 3])
     assert 'the template leaves out the calls of tools' in no_calls.find_lost(turns, [], counted=[3])
     assert 'the template leaves out the descriptions of tools' in no_calls.find_lost(

@@ -95,8 +95,8 @@ def read_example(row):
     conversations = [[for_template(message) for message in each] for each in conversations]
     tools, variables = (parsed(row.get(name), name) for name in ('tools', 'chat_template_kwargs'))
     check_all_is_asked(row)
-    return Example(conversations, counted, form, without_nulls(tools) or None, variables,
-                   row.unread())
+    return Example(conversations, counted, form, without_nulls(tools) or None,
+                   without_nulls(variables), row.unread())
 
 
 def for_template(message):
