@@ -101,10 +101,8 @@ def read_prompts(start, each_line, chat):
     path = os.path.expanduser(start.removeprefix('FILE:'))
     text = read_text(path)
     if path.endswith('.jsonl'):
-        prompts = []
-        for number, line in enumerate(text.split('\n'), start=1):
-            if line.strip():
-                prompts.append(read_prompt(path, number, line, chat))
+        prompts = [read_prompt(path, number, line, chat)
+                   for number, line in enumerate(text.split('\n'), start=1) if line.strip()]
     elif each_line:
         prompts = [line for line in text.split('\n') if line]
     else:

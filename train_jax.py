@@ -121,7 +121,7 @@ from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import (
     StopSignal, check_agreement, initialize_distributed, signal_name)
 from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
-from jax_run.checkpoints import data_since, run_folder
+from jax_run.checkpoints import comparable_since, run_folder
 from jax_run.log import Profile, RunLog
 from jax_run.manifest import flags_of, open_manifest
 from jax_run.minutes import Deadline, first_batch, iterations_that_fit, say_if_few_iterations
@@ -279,8 +279,8 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # training loop
     iter_num = run.iter_num
-    begins_with_these_data = data_since(manifest) == iter_num  # losses of other data do not compare
-    best_val_loss = NO_LOSS if begins_with_these_data else run.best_val_loss
+    begins_anew = comparable_since(manifest) == iter_num  # earlier losses are of other data
+    best_val_loss = NO_LOSS if begins_anew else run.best_val_loss
     best_iter = None  # the iteration of best_val_loss, None for one before a resume
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled

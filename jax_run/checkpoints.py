@@ -168,8 +168,8 @@ def open_checkpoints(out_dir, keep=2, since=0):
     """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints. Of
     the checkpoints after iteration `since`, it also keeps the one with the lowest validation loss.
 
-    since: the iteration at which the run began to train on its present data (data_since). Earlier
-    validation losses were measured on other data. Raises UserError if out_dir cannot be written."""
+    since: the iteration from which on validation losses can be compared, see comparable_since.
+    Raises UserError if out_dir cannot be written."""
     import orbax.checkpoint as ocp
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
@@ -344,9 +344,9 @@ def read_val_loss(step, since=0):
     """Returns the validation loss of the checkpoint in the folder `step`. The best checkpoint is
     the one with the lowest validation loss.
 
-    since: the iteration at which the run began to train on its present data, see data_since. The
-    loss of a checkpoint at this iteration or before was measured on other data. For such a
-    checkpoint, and for a checkpoint without metrics, returns infinity, the worst loss.
+    since: the iteration from which on validation losses can be compared, see comparable_since. For
+    a checkpoint at this iteration or before, and for a checkpoint without metrics, returns
+    infinity, the worst loss.
 
     Returns -infinity if the metrics cannot be read, or if the loss in them is not finite. This
     value is no loss; callers treat such a checkpoint as damaged."""
@@ -362,21 +362,24 @@ def read_val_loss(step, since=0):
     return val_loss if int(step.name) > since else math.inf
 
 
-def data_since(manifest):
-    """Returns the iteration at which a run began to train on its present data. This is the
-    iteration of the last resume that changed the data, or 0 if no resume changed the data.
+def comparable_since(manifest):
+    """Returns the iteration from which on the validation losses of a run can be compared. This is
+    the iteration of the last resume that changed the data or the length of the sequences, or 0 if
+    no resume changed them.
 
     manifest: the manifest of a checkpoint. If an earlier version wrote the checkpoint, the manifest
     is None, and the result is 0."""
-    earlier = (manifest or {}).get('earlier_data')
-    return earlier[-1]['until'] if earlier else 0
+    known = manifest or {}
+    changes = [*known.get('earlier_data', []), *known.get('earlier', [])]
+    return max([each['until'] for each in changes
+                if 'data' in each or 'block_size' in each.get('flags', [])], default=0)
 
 
-def read_data_since(step):
-    """Returns data_since of the checkpoint in the folder `step`: the iteration at which the run
-    began to train on its present data. Returns 0 if the checkpoint is damaged."""
+def read_comparable_since(step):
+    """Returns comparable_since of the checkpoint in the folder `step`. Returns 0 if the checkpoint
+    is damaged."""
     try:
-        return data_since(read_json(step / 'meta' / 'metadata').get('manifest'))
+        return comparable_since(read_json(step / 'meta' / 'metadata').get('manifest'))
     except (AttributeError, KeyError, TypeError, ValueError, OSError):
         return 0
 
@@ -524,7 +527,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
     # The best one first, the others newest first. Sorting is stable: of checkpoints without an
     # evaluation the latest is the best.
     if which == 'best':
-        since = read_data_since(folder / str(steps[0]))
+        since = read_comparable_since(folder / str(steps[0]))
         steps.sort(key=lambda step: read_val_loss(folder / str(step), since))
         best, *others = steps
         steps = [best, *sorted(others, reverse=True)]

@@ -5,7 +5,7 @@ import statistics
 from pathlib import Path
 
 from jax_flags import UserError, check_choice, is_in_bucket, read_json
-from jax_run.checkpoints import data_since, list_steps
+from jax_run.checkpoints import comparable_since, list_steps
 from jax_run.log import read_metrics
 from jax_run.manifest import val_digest
 
@@ -50,8 +50,9 @@ def read_run(folder, x):
     the validation data, or '' if that is not known; 'seconds'; 'speed', the median of the tokens
     per second.
 
-    'best' is the lowest val loss since the last change of the data (data_since). If there was no
-    evaluation since then, 'best' is the last val loss before the change.
+    'best' is the lowest val loss since the last change of the data or of the sequences' length
+    (comparable_since). If there was no evaluation since then, 'best' is the last val loss before
+    the change.
 
     x: 'iterations', 'tokens' or 'seconds' (of training, without evaluations). Raises UserError if
     the run has no evaluation."""
@@ -75,7 +76,8 @@ def read_run(folder, x):
             train = record.get(f'train_{kind}') or math.nan
             points.append((at[x], train, record[f'val_{kind}']))
             # the best loss is that on the data that the run has now
-            if record['iter'] > data_since(manifest) or not data_since(manifest):
+            since = comparable_since(manifest)
+            if record['iter'] > since or not since:
                 best = min(best, record[f'val_{kind}'])
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')

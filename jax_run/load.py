@@ -13,7 +13,7 @@ from jax_ops.decode_weights import quantize_param
 from jax_ops.matmul import as_kernel
 from jax_pretrained import Placing, checksum_of_weights, config_of_base, largest_first, load_weights
 from jax_run.checkpoints import is_checkpoint, open_checkpoint, run_folder, split_checkpoint
-from jax_run.restore import OnHost, restore_params, restore_run
+from jax_run.restore import restore_params, restore_run
 from jax_transformer import WEIGHTS, GPTConfig
 
 
@@ -157,3 +157,19 @@ def load_updates(out_dir, which='best', base=''):
     config_of_base(lora['base'])
     check_checksum(lora, checksum_of_weights(lora['base'], config))
     return config, jax.device_get(updates), lora, meta
+
+
+class OnHost:
+    """A stand-in for a Layout, for callers that keep the parameters in the memory of the host
+    instead of on devices. It has the two methods of a Layout that these callers need."""
+
+    @staticmethod
+    def device_put(tree):
+        return tree
+
+    @staticmethod
+    def abstract_state(make, *args):
+        """Returns a tree of numpy arrays with the shapes and dtypes of make(*args). The content of
+        the arrays is undefined, because `make` is only traced, not computed."""
+        tree = jax.eval_shape(lambda: make(*args))
+        return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)

@@ -95,6 +95,10 @@ def open_manifest(run, data, config):
         if changed:
             manifest['earlier'] = [*manifest['earlier'], {'until': run.iter_num, **changed}]
         say_what_differs(changed)
+        if 'block_size' in changed.get('flags', {}):
+            before, now = changed['flags']['block_size']
+            print(f'sequences of {now} tokens from iteration {run.iter_num} on, of {before} '
+                  'before: the best validation loss begins anew')
     return manifest
 
 

@@ -13,8 +13,8 @@ from jax_flags import (
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizer_files import copy_tokenizer
 from jax_run.checkpoints import (
-    FORMAT, add_val_loss, checkpoint_steps, data_since, finish_checkpoints, is_checkpoint, list_steps, open_checkpoint,
-    open_checkpoints, read_val_loss, run_folder, save_checkpoint, split_checkpoint)
+    FORMAT, add_val_loss, checkpoint_steps, comparable_since, finish_checkpoints, is_checkpoint, list_steps,
+    open_checkpoint, open_checkpoints, read_val_loss, run_folder, save_checkpoint, split_checkpoint)
 from jax_run.data import DataChanged
 from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
@@ -60,7 +60,8 @@ class OutDir:
         those of the 'text' (see Data.bpb_bytes)."""
         self.run, self.manifest = run, manifest
         flags, model = run.flags, run.model
-        self.checkpoints = open_checkpoints(self.path, flags['keep'], since=data_since(manifest))
+        self.checkpoints = open_checkpoints(
+            self.path, flags['keep'], since=comparable_since(manifest))
         self.wandb_id = run.resumed['wandb_id'] if run.resumed else None
         is_first = jax.process_index() == 0
         # wandb may refuse: it starts before the earlier run is deleted
@@ -148,8 +149,8 @@ class OutDir:
         bucket, first uploads metrics.jsonl and the run's other changed files."""
         if self.metrics_log:
             self.folder.upload()
-        is_of_these_data = data_since(self.manifest) < iter_num
-        if self.run.resumed and iter_num == self.run.iter_num and is_of_these_data:
+        is_comparable = comparable_since(self.manifest) < iter_num
+        if self.run.resumed and iter_num == self.run.iter_num and is_comparable:
             add_val_loss(self.checkpoints, iter_num, val_loss)
 
     def plot(self):

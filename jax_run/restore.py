@@ -3,7 +3,6 @@ updates into their base model."""
 import os
 
 import jax
-import numpy as np
 
 from jax_flags import UserError
 from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run, restore_items
@@ -68,19 +67,3 @@ def full_path(source):
     unchanged."""
     on_disk = os.path.expanduser(source)
     return os.path.abspath(on_disk) if os.path.exists(on_disk) else source
-
-
-class OnHost:
-    """A stand-in for a Layout, for callers that keep the parameters in the memory of the host
-    instead of on devices. It has the two methods of a Layout that these callers need."""
-
-    @staticmethod
-    def device_put(tree):
-        return tree
-
-    @staticmethod
-    def abstract_state(make, *args):
-        """Returns a tree of numpy arrays with the shapes and dtypes of make(*args). The content of
-        the arrays is undefined, because `make` is only traced, not computed."""
-        tree = jax.eval_shape(lambda: make(*args))
-        return jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), tree)

@@ -11,12 +11,13 @@ import numpy as np
 
 from jax_flags import UserError
 from jax_run.checkpoints import (
-    ITEMS, checkpoint_steps, data_since, open_checkpoint, opt_state_item, run_folder)
+    ITEMS, checkpoint_steps, comparable_since, open_checkpoint, opt_state_item, run_folder)
+from jax_run.load import OnHost
 from jax_run.log import read_metrics
 from jax_run.manifest import (
     WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, list_changes,
     make_manifest)
-from jax_run.restore import OnHost, restore_run
+from jax_run.restore import restore_run
 from jax_run.start import schedule_end, start_state, with_schedule
 
 # The largest difference of losses that is accepted on another kind of machine. It is some ten times
@@ -117,7 +118,7 @@ def find_intervals(run, folder):
     intervals that were trained with other flags or other data than the run has now. folder: the
     DiskRun or BucketRun. Raises UserError if no interval is left."""
     manifest = run.resumed.get('manifest') or {}
-    since = data_since(manifest)
+    since = comparable_since(manifest)
     others = set()
     for change in manifest.get('earlier', ()):
         names = [*change.get('flags', ()), *change.get('devices', ()), *change.get('chosen', ())]

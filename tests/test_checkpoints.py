@@ -110,6 +110,17 @@ def test_in_place_of_a_damaged_best_checkpoint_the_newest_is_taken_not_the_secon
     assert choose_checkpoint(tmp_path, 'best')[0] == 3
 
 
+def test_the_best_checkpoint_has_the_data_and_the_length_of_sequences_that_the_run_has_now(tmp_path, tiny_state):
+    for number, change in enumerate(({'earlier_data': [{'until': 1, 'data': []}]},
+                                     {'earlier': [{'until': 1, 'flags': {'block_size': [8, 16]}}]},
+                                     {'earlier': [{'until': 1, 'flags': {'batch_size': [8, 16]}}]})):
+        manager = open_checkpoints(tmp_path / str(number), keep=3)
+        for i, val_loss in ((1, 0.1), (2, 0.2), (3, 0.3)):
+            save_checkpoint(manager, i, tiny_state, {**META, 'manifest': change}, val_loss=val_loss)
+        finish_checkpoints(manager)
+        assert choose_checkpoint(tmp_path / str(number), 'best')[0] == (1 if number == 2 else 2)
+
+
 def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
     for path in three_checkpoints.glob('ckpt/*/params/_METADATA'):
         damage(path, 'flip a bit')
