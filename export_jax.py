@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from jax_flags import (
-    DTYPES, UserError, check_choice, check_needs, check_source, is_read, read_flags, read_json,
+    DTYPES, INSTALLED, UserError, check_choice, check_needs, check_source, is_read, read_flags, read_json,
     require_package, start_script, warn, write_text)
 
 # -----------------------------------------------------------------------------
@@ -228,6 +228,8 @@ def sample_command(path, description):
         text = first_known(tokenizer, (text, *string.ascii_letters))
     if text:
         flags += f' --start={shlex.quote(text)}'
+    if INSTALLED.is_dir():
+        return f'sample-jax {flags}'
     script = os.path.join(os.path.dirname(sys.argv[0]), 'sample_jax.py')
     return f'python {shlex.quote(script)} {flags}'
 

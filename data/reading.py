@@ -30,6 +30,8 @@ def reading(path):
         raise
     except ImportError:
         raise UserError(f'{path} is read by the package pyarrow: pip install pyarrow') from None
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise UserError(f'cannot read {path}: {error.strerror}') from None
     except (OSError, EOFError, ValueError, csv.Error, lzma.LZMAError) as error:
         raise UserError(f'cannot read {path} ({error}); is it whole, and in UTF-8?') from None
 

@@ -124,15 +124,18 @@ def with_contents(tokenizer, chat):
              if message.get('tool_calls') and not message.get('content')]
     if not blank:
         return chat
+    rendered = None
     for content in ({}, {'content': ''}):  # transformers drops a content of None
         messages = [{**message, **content} if i in blank else message
                     for i, message in enumerate(chat.messages)]
         marked = [mark_answer(message) if i in blank else message
                   for i, message in enumerate(messages)]
         with contextlib.suppress(UserError):
-            if MARK in render(tokenizer, chat._replace(messages=marked)):
+            text = render(tokenizer, chat._replace(messages=marked))
+            if MARK in text:
                 return chat._replace(messages=messages)
-    return chat
+            rendered = rendered or chat._replace(messages=messages)
+    return rendered or chat
 
 
 def objects_of(chat):
@@ -444,7 +447,11 @@ def find_answer(tokenizer, chat, i, text):
     has_calls = bool(messages[i].get('tool_calls'))
     marked = [*messages[:i], mark_answer(messages[i])]
     around = text_of(marked + messages[i + 1:]).split(MARK)
-    around_last = text_of(marked).split(MARK)
+    try:
+        around_last = text_of(marked).split(MARK)
+    except UserError as error:
+        raise UserError(f'{error} (in a conversation that ends with answer {i}; with "weight": 0 '
+                        'this answer does not count)') from None
     n_marks = len(around_last) - 1
     # a call's name may be written again where its result is
     is_repeated = not has_calls and len(around) > 2
@@ -567,9 +574,9 @@ def check_spans(tokenizer, chat, text, spans, chosen):
 THOUGHTS = ('reasoning_content', 'reasoning', 'thinking')  # keys of a message
 
 
-NO_CALLS = ('message {} calls a tool, and the chat template does not write the call: the model '
-            'would learn to answer without it; take a template that does, as --template=FILE, or leave '
-            'such rows out')
+NO_CALLS = ('the chat template does not write each call of message {}: the model would learn to '
+            'answer without it; take a template that does, as --template=FILE, or leave such rows '
+            'out')
 OTHER_PROMPT = ('the tokens that ask for an answer are others than those before it in training, so '
                 'that the model may answer badly')
 
@@ -698,10 +705,10 @@ def find_end(answer, text, specials, stop_tokens):
     answer: an Answer, the place of the answer in `text`. text: the text of all messages. specials:
     the Specials of `text`. stop_tokens: the ids that stop sampling.
 
-    An answer ends with the first special token after the words of the answer. If a stop token
-    directly follows this special token, the answer ends with the stop token (Command R's
-    <|END_RESPONSE|><|END_OF_TURN_TOKEN|>). The special tokens around tool calls do not end an
-    answer, unless they are stop tokens."""
+    An answer ends with the first stop token that the template writes after the words of the answer
+    (Kimi K3 closes its answers by other special tokens before). Without a stop token there, the
+    answer ends with the first special token; but the special tokens around tool calls do not end
+    an answer."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
@@ -711,7 +718,8 @@ def find_end(answer, text, specials, stop_tokens):
             adjoins = following and following.start == special.end and following.end <= limit
             if not is_stop and adjoins and following.id in stop_tokens:
                 return start, following.end
-            if is_stop or not has_calls:
+            ends_later = any(each.id in stop_tokens and each.end <= limit for each in behind)
+            if is_stop or not (has_calls or ends_later):
                 return start, special.end
             continue
         follows = not text[limit if has_calls else said:special.start].strip()

@@ -598,4 +598,4 @@ def remedy_for_tokens(description, name):
     if description['kind'] == 'gpt2':
         name = 'gpt2'
     return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
-            '--out_dir=data/mine')
+            '--out_dir=data/mine (of conversations with data/chat/prepare.py)')

@@ -160,6 +160,23 @@ def test_a_call_without_text_is_written_by_a_template_that_wants_a_certain_conte
     assert counted_text(fails, [ASK, {'role': 'assistant', 'tool_calls': [CALL]}])[1] == whole
 
 
+def test_an_answer_ends_with_the_stop_token_of_its_turn_also_behind_other_special_tokens(made):
+    template = ('{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.role == "assistant" %}</call>b<call>'
+                '{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}')
+    assert counted_text(made(template), [ASK, ANSWER, ASK, ANSWER])[1] == 'cd</call>b<call></s>|cd</call>b<call></s>'
+    without = made(template, stop=('<user>',), eos='<user>')
+    assert counted_text(without, [ASK, ANSWER, ASK, ANSWER])[1] == 'cd</call>|cd</call>'
+
+
+def test_a_greeting_that_the_template_takes_only_with_a_question_is_left_out_by_its_weight(made):
+    asks = made('{% if messages|selectattr("role", "equalto", "user")|list == [] %}{{ raise_exception("no query") }}'
+                '{% endif %}' + QWEN)
+    chat = [ANSWER, ASK, ANSWER]
+    said = refusal(asks.encode_training_chat, chat)
+    assert 'refuses: no query (in a conversation that ends with answer 0; with "weight": 0' in said
+    assert counted_text(asks, chat, counted=[2])[1] == 'cd</s>'
+
+
 def test_variables_reach_the_template_and_parts_of_text_are_joined(made):
     tokenizer = made(QWEN)
     parts = {'role': 'user', 'content': [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]}
@@ -569,7 +586,7 @@ def test_calls_of_tools_that_a_template_leaves_out_are_refused_and_their_descrip
     assert not any('leaves out' in said for said in made(QWEN).find_lost(turns, [], counted=[1, 3], tools=[TOOL]))
     no_calls = made('{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content or "" }}</s>'
                     '{% endgeneration %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}')
-    with pytest.raises(UserError, match='message 1 calls a tool, and the chat template does not write the call'):
+    with pytest.raises(UserError, match='the chat template does not write each call of message 1: '):
         no_calls.find_lost(turns, [], counted=[1, 3])
     assert 'the template leaves out the calls of tools' in no_calls.find_lost(turns, [], counted=[3])
     assert 'the template leaves out the descriptions of tools' in no_calls.find_lost(

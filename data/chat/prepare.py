@@ -364,6 +364,11 @@ def check_prompts(told, n, enc):
     why = 'let it end with a newline or a special token'
     if prompt.endswith(' '):
         why = f'it ends with a space, which becomes a part of the first word in training: {why}'
+    elif prompt.endswith('\n') or ids[-1] in enc.special_ids:
+        why = ('the answers of these data begin otherwise; the template may write them with their '
+               'reasoning ("reasoning_content"), or without it where a row has '
+               '"chat_template_kwargs": {"enable_thinking": false}; or take a template with '
+               '{% generation %} as --template=FILE')
     fail(f'no conversation begins with the tokens that ask for its answer, so that the model would '
          f'answer badly: the generation prompt of the chat template is {prompt[-20:]!r}; {why}')
 
