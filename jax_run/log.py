@@ -293,7 +293,7 @@ class MetricsLog:
             print(f'{n_damaged} lines of {self.path} cannot be read and are left out; the file as it '
                   f'was is {aside.name}')
         write_text(self.path, ''.join(kept))
-        self.file = open(self.path, 'a', buffering=1)
+        self.file = open(self.path, 'a+', buffering=1)
         self.unwritten = b''  # the lines, or the rest of one, that could not be written
         loss_figure()  # imports matplotlib now, not in the first evaluation
 
@@ -319,6 +319,14 @@ class MetricsLog:
             if could_write:
                 warn(f'cannot write {self.path} ({error.strerror}): it lacks the lines from '
                      f"iteration {record['iter']} on until that is possible again")
+
+    def renew(self):
+        """Writes the file anew, with all its lines, because its folder has gone."""
+        n_bytes = os.fstat(self.file.fileno()).st_size
+        lines = os.pread(self.file.fileno(), n_bytes, 0).decode()
+        self.file.close()
+        write_text(self.path, lines)
+        self.file = open(self.path, 'a+', buffering=1)
 
     def close(self):
         """Closes the file. If lines could not be written, warns how many."""

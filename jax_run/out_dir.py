@@ -59,7 +59,7 @@ class OutDir:
         bpb_bytes: says which bytes the metric "bits per byte" counts, those of the 'tokens' or
         those of the 'text' (see Data.bpb_bytes)."""
         self.run, self.manifest = run, manifest
-        flags, model = run.flags, run.model
+        flags = run.flags
         self.checkpoints = open_checkpoints(
             self.path, flags['keep'], since=comparable_since(manifest))
         self.wandb_id = run.resumed['wandb_id'] if run.resumed else None
@@ -82,14 +82,32 @@ class OutDir:
             with contextlib.suppress(UserError):  # a damaged one says nothing, and is written anew
                 earlier = read_json(files / 'config.json', optional=True)
                 say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), bpb_bytes)
-        write_json(files / 'config.json', {**flags, **self.chosen, 'manifest': manifest})
+        self.write_settings()
+        self.metrics_log = MetricsLog(files, run.iter_num)
+        self.folder.upload()
+
+    def write_settings(self):
+        """Writes config.json, and the files of the tokenizer with the kept config.json."""
+        files, model = self.folder.files, self.run.model
+        settings = {**self.run.flags, **self.chosen, 'manifest': self.manifest}
+        write_json(files / 'config.json', settings)
         if model.tokenizer['kind'] == 'folder':
             copy_tokenizer(model.tokenizer, files / 'tokenizer')
         # the config.json of the pretrained model, or none in place of an earlier run's
-        if not run.resumed and (model.source or (files / 'tokenizer').exists()):
+        if not self.run.resumed and (model.source or (files / 'tokenizer').exists()):
             keep_config_json(config_json_of(model.source), files)
-        self.metrics_log = MetricsLog(files, run.iter_num)
-        self.folder.upload()
+
+    def renew(self):
+        """Makes the folder anew, which has been deleted or renamed, and prints a line: the lock,
+        config.json, the tokenizer and metrics.jsonl. Without these, another run could begin in the
+        folder, and no script could read it. Raises UserError if another run has begun there."""
+        warn(f'{self.path} has been deleted or renamed: it is made anew, without the earlier '
+             'checkpoints')
+        self.lock.close()
+        self.lock = self.folder.lock(f'process {os.getpid()}, which has made the folder anew')
+        with contextlib.suppress(UserError):  # the tokenizer may have been in the folder
+            self.write_settings()
+        self.metrics_log.renew()
 
     def move_end(self, run, manifest):
         """Records a new number of iterations of the run, in config.json and in all checkpoints that
@@ -125,6 +143,8 @@ class OutDir:
         if not all_finite(state.params):  # an update can spoil them after a finite loss
             raise UserError(f'parameters are not finite at iteration {iter_num}; {self.path} has '
                             'checkpoints from before')
+        if self.metrics_log and not (self.folder.files / 'config.json').exists():
+            self.renew()
         tokenizer = dict(run.model.tokenizer)
         if 'path' in tokenizer:
             tokenizer['path'] = 'tokenizer'  # beside the checkpoints

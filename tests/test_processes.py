@@ -250,6 +250,7 @@ def test_two_processes_save_together_where_their_folder_and_their_stderr_have_go
     assert codes == [128 + signal.SIGTERM] * 2
     saved = int(re.search(r'at iteration (\d+), saved', said)[1])
     assert choose_checkpoint(out)[0] == saved >= 25
+    assert len(losses_of_run(out)) == saved and (out / 'config.json').exists()  # those from before, too
     restored_state(out)
 
 

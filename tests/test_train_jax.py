@@ -466,6 +466,22 @@ def count_records(out_dir):
     return len([*read_metrics(out_dir)])
 
 
+@pytest.mark.slow
+def test_a_folder_that_is_renamed_during_a_run_is_made_anew_and_stays_locked(flags, tmp_path):
+    out = tmp_path / 'out'
+    process = start('train_jax.py', f'--out_dir={out}', *flags, *ENDLESS, '--save_interval=300')
+    wait_for_iteration(out, 15, process)
+    out.rename(tmp_path / 'moved')
+    wait_for('a checkpoint', lambda: checkpoint_steps(out), process)
+    assert_refused(train(out, *RESUME), f'is in use by process {process.pid}, which has made')
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=300)
+    assert f'{out} has been deleted or renamed: it is made anew, without the earlier checkpoints\n' in err
+    last, _ = choose_checkpoint(out)
+    assert [record['iter'] for record in read_metrics(out) if 'loss' in record] == [*range(last)]
+    succeeded(train(out, *RESUME, f'--max_iters={last + 2}'))
+
+
 @needs_hangup
 @pytest.mark.slow
 def test_a_terminal_that_closes_stops_the_run_which_saves(flags, tmp_path):
