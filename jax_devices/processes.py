@@ -33,14 +33,15 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     an indexed Kubernetes job. Under Slurm and Open MPI, it does so only if there are several
     processes.
 
-    Raises UserError if the flags do not go together, or if the processes do not find each other."""
+    Raises UserError if the flags do not go together, if the processes do not find each other, or if
+    they have different numbers of devices."""
     is_alone = num_processes == 1 and not coordinator_address and process_id < 1
     has_flags = coordinator_address or num_processes or process_id >= 0
     if is_alone or not has_flags and not launcher_started_several():
         return
 
     # Without a port, or with a second process 0, JAX aborts or waits for 5 minutes.
-    address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS', 'auto')
+    address = coordinator_address or os.environ.get('JAX_COORDINATOR_ADDRESS') or 'auto'
     if address != 'auto':
         host, _, port = address.rpartition(':')
         if not host or not port.isdecimal():
@@ -62,28 +63,34 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
             f'the processes do not find each other ({str(error)[:300]}): name them with '
             '--coordinator_address=host:port of process 0, --num_processes=N and --process_id=0 to '
             'N-1, or train in one process with --num_processes=1') from error
+    if jax.local_device_count() * jax.process_count() != jax.device_count():
+        raise UserError(
+            f'process {jax.process_index()} has {jax.local_device_count()} of the '
+            f'{jax.device_count()} devices of {jax.process_count()} processes: each needs as many')
 
 
 def launcher_started_several():
     """Returns whether the environment names several processes that JAX can detect. This is true
     under Slurm or Open MPI with several processes, in an indexed Kubernetes job, and if
-    JAX_COORDINATOR_ADDRESS is set. Raises UserError for torchrun or SkyPilot with several
+    JAX_COORDINATOR_ADDRESS is set. Raises UserError for torchrun, SkyPilot or MPICH with several
     processes, because JAX does not detect these processes, and each would train alone."""
     def has_several(variable):
-        return int(os.environ.get(variable) or 1) > 1
+        number = os.environ.get(variable, '')
+        return number.isdecimal() and int(number) > 1
 
     # A shell inside of an allocation has the variables of its job, but not of a step.
     in_slurm = has_several('SLURM_NTASKS') and 'SLURM_STEP_NODELIST' in os.environ
     in_open_mpi = has_several('OMPI_COMM_WORLD_SIZE')
     in_indexed_job = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
-    if in_slurm or in_open_mpi or in_indexed_job or 'JAX_COORDINATOR_ADDRESS' in os.environ:
+    if in_slurm or in_open_mpi or in_indexed_job or os.environ.get('JAX_COORDINATOR_ADDRESS'):
         return True
 
     in_torchrun = has_several('WORLD_SIZE') and 'RANK' in os.environ
-    if in_torchrun or has_several('SKYPILOT_NUM_NODES'):
+    in_mpich = has_several('PMI_SIZE') and 'PMI_RANK' in os.environ
+    if in_torchrun or in_mpich or has_several('SKYPILOT_NUM_NODES'):
         raise UserError(
-            "JAX does not detect torchrun's or SkyPilot's processes, and each would train alone: "
-            'name them as in docs/parallelism.md, or add --num_processes=1')
+            'JAX does not detect the processes of torchrun, SkyPilot or MPICH, and each would '
+            'train alone: name them as in docs/parallelism.md, or add --num_processes=1')
     return False
 
 

@@ -63,7 +63,8 @@ def test_a_mistake_of_one_process_is_reported_by_all(other_says):
 # mistakes
 
 LAUNCHERS = ('SLURM_NTASKS', 'SLURM_STEP_NODELIST', 'OMPI_COMM_WORLD_SIZE', 'KUBERNETES_SERVICE_HOST',
-             'JOB_COMPLETION_INDEX', 'JAX_COORDINATOR_ADDRESS', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES')
+             'JOB_COMPLETION_INDEX', 'JAX_COORDINATOR_ADDRESS', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES',
+             'PMI_SIZE', 'PMI_RANK')
 
 
 @pytest.fixture
@@ -78,8 +79,11 @@ def joined(monkeypatch):
 
 def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeypatch, joined):
     initialize_distributed()
-    for name in ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES'):
+    for name in ('SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'RANK', 'SKYPILOT_NUM_NODES', 'PMI_SIZE',
+                 'JAX_COORDINATOR_ADDRESS'):
         monkeypatch.setenv(name, '')  # as a job's template may leave them
+    initialize_distributed()
+    monkeypatch.setenv('WORLD_SIZE', 'many')
     initialize_distributed()
     monkeypatch.setenv('SLURM_NTASKS', '4')
     initialize_distributed()  # inside an allocation, but not started by srun
@@ -101,7 +105,8 @@ def test_processes_are_joined_only_where_flags_or_the_environment_say_so(monkeyp
     assert joined[3:] == [detected, ('other:1234', 2, 1)]
 
 
-@pytest.mark.parametrize('variables', [{'WORLD_SIZE': '4', 'RANK': '3'}, {'SKYPILOT_NUM_NODES': '2'}])
+@pytest.mark.parametrize('variables', [
+    {'WORLD_SIZE': '4', 'RANK': '3'}, {'SKYPILOT_NUM_NODES': '2'}, {'PMI_SIZE': '2', 'PMI_RANK': '0'}])
 def test_processes_that_jax_does_not_detect_do_not_train_alone(monkeypatch, joined, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -109,6 +114,13 @@ def test_processes_that_jax_does_not_detect_do_not_train_alone(monkeypatch, join
     initialize_distributed(num_processes=1)
     initialize_distributed('host:1234', 4, 3)
     assert joined == [('host:1234', 4, 3)]
+
+
+def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch, joined):
+    for name, number in {'process_count': 2, 'device_count': 3, 'local_device_count': 1}.items():
+        monkeypatch.setattr(jax, name, lambda number=number: number)
+    assert refusal(initialize_distributed, 'host:1234', 2, 0).startswith(
+        'process 0 has 1 of the 3 devices of 2 processes')
 
 
 def test_flags_that_do_not_go_together_are_refused(monkeypatch, joined):
