@@ -5,7 +5,6 @@ $ python export_jax.py --out_dir=out-mine --folder=my-model --dtype=bfloat16
 $ python export_jax.py --init_from=nanogpt/out/ckpt.pt --folder=my-model
 $ python export_jax.py --out_dir=out-mine --gguf=my-model.gguf --dtype=q8_0
 $ python export_jax.py --out_dir=out-lora --adapter=my-adapter"""
-import math
 import os
 import signal
 import shlex
@@ -59,6 +58,7 @@ from jax_hub.tokenizer_files import write_tokenizer
 from jax_hub.tokenizers import HFTokenizer, describe_tokenizer, load_tokenizer
 from jax_pretrained import open_pretrained, public_name, save_adapter, save_pretrained
 from jax_run.checkpoints import run_folder
+from jax_run.compare import count_tokens
 from jax_run.load import load_run, load_updates
 from jax_run.log import read_metrics
 from jax_transformer import count_params
@@ -162,21 +162,6 @@ def describe_run(run, iteration):
     for key, x in table.items():
         text += f'\n| {key} | {x} |'
     return text
-
-
-def count_tokens(run, iteration, manifest):
-    """Returns the number of tokens that a run has trained on, up to `iteration`. run: the flags of
-    the run. manifest: the run's manifest, which lists the flags that resumes have changed."""
-    names = ('gradient_accumulation_steps', 'batch_size', 'block_size')
-    sizes = {name: run[name] for name in names}
-    n_tokens = 0
-    for change in reversed(manifest.get('earlier', [])):
-        n_tokens += (iteration - change['until']) * math.prod(sizes.values())
-        iteration = change['until']
-        for name, (before, _) in change.get('flags', {}).items():
-            if name in sizes:
-                sizes[name] = before
-    return n_tokens + iteration * math.prod(sizes.values())
 
 
 # -----------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def run_config_file(path, flags):
         raise UserError(f'there is no config file {path}{meant_by(path, flags)}; flags are written '
                         '--name=value')
     try:
-        tree = ast.parse(Path(path).read_text(encoding='utf-8'))
+        tree = ast.parse(Path(path).read_text(encoding='utf-8-sig'))  # Notepad's begins with a mark
         values = runpy.run_path(path, init_globals=flags)
     except Exception as error:
         raise UserError(f'config file {path}: {type(error).__name__}: {error}') from error

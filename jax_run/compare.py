@@ -15,6 +15,9 @@ WITHOUT_EFFECT = {
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
     'wandb_run_name', 'profile', 'minutes', 'manifest'}
 
+# the flags whose product is the number of tokens of an iteration
+SIZES = ('gradient_accumulation_steps', 'batch_size', 'block_size')
+
 IN_AXES = 10  # with more runs the legend is beside the axes
 NAMED = 60  # the legend names so many runs at most, the best ones
 
@@ -58,8 +61,7 @@ def read_run(folder, x):
     the run has no evaluation."""
     files = files_of(folder)
     settings = read_json(files / 'config.json', optional=True)
-    sizes = ('gradient_accumulation_steps', 'batch_size', 'block_size')
-    tokens_per_iter = math.prod(settings.get(name, 0) for name in sizes)
+    sizes = {name: settings.get(name, 0) for name in SIZES}
     # a run of an earlier version has its manifest in the checkpoints alone
     manifest = settings.pop('manifest', None) or read_manifest(files)
     points, best, speeds, seconds, last_iter = [], math.inf, [], 0.0, -1
@@ -70,8 +72,8 @@ def read_run(folder, x):
             last_iter = record['iter']
             speeds.append(record.get('tokens_per_sec') or 0)
         if record.get('val_loss') is not None:
-            at = {'iterations': record['iter'], 'tokens': record['iter'] * tokens_per_iter,
-                  'seconds': seconds}
+            n_tokens = count_tokens(sizes, record['iter'], manifest or {})
+            at = {'iterations': record['iter'], 'tokens': n_tokens, 'seconds': seconds}
             kind = 'bpb' if record.get('val_bpb') else 'loss'
             train = record.get(f'train_{kind}') or math.nan
             points.append((at[x], train, record[f'val_{kind}']))
@@ -91,6 +93,20 @@ def read_run(folder, x):
             'val_data': val_digest(manifest)[:8] if manifest else '',
             'speed': statistics.median(speeds or [0]),
             'unit': unit}
+
+
+def count_tokens(run, iteration, manifest):
+    """Returns the number of tokens that a run has trained on, up to `iteration`. run: the flags of
+    the run. manifest: the run's manifest, which lists the flags that resumes have changed."""
+    sizes = {name: run[name] for name in SIZES}
+    n_tokens = 0
+    for change in reversed(manifest.get('earlier', [])):
+        n_tokens += max(0, iteration - change['until']) * math.prod(sizes.values())
+        iteration = min(iteration, change['until'])
+        for name, (before, _) in change.get('flags', {}).items():
+            if name in sizes:
+                sizes[name] = before
+    return n_tokens + iteration * math.prod(sizes.values())
 
 
 def read_manifest(files):

@@ -125,7 +125,8 @@ BASE = 'import math\nbatch_size = 7\nhelper = 3\n'
     ('if True:\n    with open(PATH):\n        try:\n            batch_size = 12\n        finally:\n            pass',
      {'batch_size': 12}),
     ('for batch_size in (3, 12): pass', {'batch_size': 12}),
-    ('del batch_size', {})])
+    ('del batch_size', {}),
+    ('\ufeffbatch_size = 7', {'batch_size': 7})])  # as Windows' editor begins a file
 def test_a_config_file_gives_what_it_assigns_and_what_it_changes(read, tmp_path, monkeypatch, text, expected):
     (tmp_path / 'base_of_configs.py').write_text(BASE)
     monkeypatch.syspath_prepend(tmp_path)

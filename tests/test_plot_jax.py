@@ -2,7 +2,7 @@
 import json
 import os
 
-from jax_run.compare import compare_runs
+from jax_run.compare import compare_runs, read_run
 from tests.common import assert_refused, refusal, run_script, succeeded
 
 
@@ -29,6 +29,13 @@ def test_runs_are_compared_by_what_differs_the_best_first(tmp_path):
     assert best.split() == [str(b), '0.3', '2.2500', '2.2500', 'bits', 'per', 'byte', '128', '6']
     assert other.split() == [str(a), '0.1', '2.5000', '2.7500', 'bits', 'per', 'byte', '128', '10']
     assert picture.read_bytes().startswith(b'\x89PNG') and saved == f'saved {picture}'
+
+
+def test_tokens_are_counted_by_the_batch_sizes_that_a_run_has_had(tmp_path):
+    changes = [{'until': 5, 'flags': {'batch_size': [1, 2]}}, {'until': 10, 'flags': {'batch_size': [2, 4]}}]
+    run = write_run(tmp_path / 'out', 0.1, [3.0, 2.5, 2.75], manifest={'data': [], 'earlier': changes})
+    sequences = [0, 5 * 2 + 5 * 4, 5 * 2 + 5 * 4 + 10 * 8]
+    assert [x for x, _, _ in read_run(run, 'tokens')['points']] == [8 * n for n in sequences]
 
 
 def test_a_run_without_an_evaluation_is_refused_and_no_picture_drawn(tmp_path):
