@@ -125,9 +125,10 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
 
 
 # Settings of jax that the environment may have for other programs, with the values that this one
-# needs. In float64 a run would not be what its log says, and strict promotion refuses additions of
-# the model.
+# needs. In float64 a run would not be what its log says, strict promotion refuses additions of the
+# model, and without compilation a step cannot be lowered to a program.
 OWN_SETTINGS = {
+    'jax_disable_jit': False,
     'jax_enable_x64': False,
     'jax_numpy_rank_promotion': 'allow',
     'jax_numpy_dtype_promotion': 'standard',

@@ -326,7 +326,8 @@ def test_a_second_process_loads_what_the_first_has_compiled_and_computes_the_sam
 
 
 @pytest.mark.parametrize('name, value', [
-    ('JAX_ENABLE_X64', 'True'), ('JAX_NUMPY_RANK_PROMOTION', 'raise'), ('JAX_NUMPY_DTYPE_PROMOTION', 'strict')])
+    ('JAX_ENABLE_X64', 'True'), ('JAX_DISABLE_JIT', 'True'), ('JAX_NUMPY_RANK_PROMOTION', 'raise'),
+    ('JAX_NUMPY_DTYPE_PROMOTION', 'strict')])
 def test_settings_of_jax_for_other_programs_are_not_used_and_said(name, value):
     environment = {**os.environ, 'JAX_NUM_CPU_DEVICES': '1', name: value}
     with start('-c', MODEL_STEP, env=environment) as process:
