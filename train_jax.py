@@ -279,7 +279,7 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # training loop
     iter_num = run.iter_num
-    begins_anew = comparable_since(manifest) == iter_num  # earlier losses are of other data
+    begins_anew = comparable_since(manifest) == iter_num  # earlier losses do not compare
     best_val_loss = NO_LOSS if begins_anew else run.best_val_loss
     best_iter = None  # the iteration of best_val_loss, None for one before a resume
     stop.nothing_to_save = False  # from here on a signal has something to save

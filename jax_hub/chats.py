@@ -17,9 +17,10 @@ SECONDS = 5  # limit of a chat template, an untrusted program, for one text
 MARK = '\ufdd2'  # in place of an answer, to see where a template writes it: no text has this code
 # what transformers takes beside a template's variables, so that no variable may have these names
 OPTIONS = {
-    'messages', 'conversation', 'conversations', 'tools', 'documents', 'chat_template', 'tokenize',
-    'add_generation_prompt', 'continue_final_message', 'sanitize_control_tokens', 'padding', 'truncation',
-    'max_length', 'return_tensors', 'return_dict', 'return_assistant_tokens_mask', 'tokenizer_kwargs'}
+    'messages', 'conversation', 'conversations', 'tools', 'chat_template', 'tokenize',
+    'add_generation_prompt', 'continue_final_message', 'sanitize_control_tokens', 'padding',
+    'truncation', 'max_length', 'return_tensors', 'return_dict', 'return_assistant_tokens_mask',
+    'tokenizer_kwargs'}
 
 
 class Chat(NamedTuple):
@@ -679,9 +680,10 @@ def check_is_written(tokenizer, messages):
     chat = read_chat(messages)
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message) if message['role'] not in ('user', 'assistant')]
-    for part in left_out_parts(tokenizer, chat, parts):
-        raise UserError(f"the model's chat template leaves out {part.kind}: write the text into a "
-                        "message of the user")
+    left_out = left_out_parts(tokenizer, chat, parts)
+    if left_out:
+        raise UserError(f"the model's chat template leaves out {left_out[0].kind}: write the text "
+                        "into a message of the user")
 
 
 def mark_answer(message):
@@ -705,21 +707,18 @@ def find_end(answer, text, specials, stop_tokens):
     answer: an Answer, the place of the answer in `text`. text: the text of all messages. specials:
     the Specials of `text`. stop_tokens: the ids that stop sampling.
 
-    An answer ends with the first stop token that the template writes after the words of the answer
-    (Kimi K3 closes its answers by other special tokens before). Without a stop token there, the
-    answer ends with the first special token; but the special tokens around tool calls do not end
-    an answer."""
+    An answer ends with the first stop token that the template writes after the words of the answer.
+    Other special tokens may come before it, such as Command R's <|END_RESPONSE|>. Without a stop
+    token there, the answer ends with the first special token; but the special tokens around tool
+    calls do not end an answer."""
     # take the first special token behind the text of the answer that can end it
     start, said, limit, is_whole, has_calls = answer
     behind = [special for special in specials if special.start >= start and special.end > said]
-    for special, following in zip(behind, [*behind[1:], None]):
+    has_stop = any(special.id in stop_tokens and special.end <= limit for special in behind)
+    for special in behind:
         is_stop = special.id in stop_tokens
         if special.end <= limit:
-            adjoins = following and following.start == special.end and following.end <= limit
-            if not is_stop and adjoins and following.id in stop_tokens:
-                return start, following.end
-            ends_later = any(each.id in stop_tokens and each.end <= limit for each in behind)
-            if is_stop or not (has_calls or ends_later):
+            if is_stop or not (has_stop or has_calls):
                 return start, special.end
             continue
         follows = not text[limit if has_calls else said:special.start].strip()

@@ -163,7 +163,8 @@ class OutDir:
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
         checkpoint and the checkpoint has no loss yet, because a signal stopped the run. With a
         loss, the checkpoint can be chosen as the best. Adds nothing if the run was resumed with
-        other data, because val_loss is then not comparable with earlier losses.
+        other data or another block_size, because val_loss then does not compare with earlier
+        losses.
 
         Call this method after each evaluation, when metrics.jsonl already has the evaluation. In a
         bucket, first uploads metrics.jsonl and the run's other changed files."""
