@@ -539,7 +539,7 @@ def test_a_line_of_prompts_may_be_a_chat_with_tools(speaking, tmp_path):
     assert [line['rendered'] for line in found] == ['bda<model>', 'c<model>']
     prompts.write_text('"c"\n' + json.dumps(row | {'tools': 3}))
     result = sample('none', f'--init_from={speaking}', *flags)
-    assert result.returncode == 2 and 'prompts.jsonl, line 2: the model\'s chat template fails' in result.stderr
+    assert result.returncode == 2 and 'prompts.jsonl, line 2: tools must be a list of JSON schemas' in result.stderr
 
 
 @pytest.mark.parametrize('line', ['{"prompt": 3}', '{"text": "a"}', '""', 'the quick'])
