@@ -86,8 +86,7 @@ def launcher_started_several():
         return True
 
     in_torchrun = has_several('WORLD_SIZE') and 'RANK' in os.environ
-    in_mpich = has_several('PMI_SIZE') and 'PMI_RANK' in os.environ
-    if in_torchrun or in_mpich or has_several('SKYPILOT_NUM_NODES'):
+    if in_torchrun or has_several('PMI_SIZE') or has_several('SKYPILOT_NUM_NODES'):
         raise UserError(
             'JAX does not detect the processes of torchrun, SkyPilot or MPICH, and each would '
             'train alone: name them as in docs/parallelism.md, or add --num_processes=1')
