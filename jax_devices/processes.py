@@ -66,7 +66,7 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
     if jax.local_device_count() * jax.process_count() != jax.device_count():
         raise UserError(
             f'process {jax.process_index()} has {jax.local_device_count()} of the '
-            f'{jax.device_count()} devices of {jax.process_count()} processes: each needs as many')
+            f'{jax.device_count()} devices: {jax.process_count()} processes need equal numbers')
 
 
 def launcher_started_several():

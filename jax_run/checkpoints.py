@@ -625,8 +625,7 @@ def restore_items(out_dir, step, items):
             except Exception as error:
                 exit_if_peer_died(error)
                 if not (folder / name).exists():
-                    raise TryAgain(f'{folder} is no longer there, because the run keeps only its '
-                                   'latest checkpoints; start the command again') from error
+                    raise TryAgain(f'{folder} was deleted by its run: start again') from None
                 what = 'the model'
                 remedy = ''
                 if name == 'opt_state':

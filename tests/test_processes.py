@@ -120,7 +120,7 @@ def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch, jo
     for name, number in {'process_count': 2, 'device_count': 3, 'local_device_count': 1}.items():
         monkeypatch.setattr(jax, name, lambda number=number: number)
     assert refusal(initialize_distributed, 'host:1234', 2, 0).startswith(
-        'process 0 has 1 of the 3 devices of 2 processes')
+        'process 0 has 1 of the 3 devices: 2 processes need equal numbers')
 
 
 def test_flags_that_do_not_go_together_are_refused(monkeypatch, joined):
