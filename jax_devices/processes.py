@@ -8,6 +8,7 @@ import socket
 import stat
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jax_flags import TryAgain, UserError, warn
 
 AGAIN = '\x1a'  # begins the text of a TryAgain, from one process to another
 PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
+ECHO = 0.2  # seconds in which a second signal counts as the first: nobody sends two so fast
 
 
 def initialize_distributed(coordinator_address='', num_processes=0, process_id=-1):
@@ -185,6 +187,7 @@ class StopSignal:
     The first signal asks the loop to save and stop. If nothing_to_save is True, the first signal
     ends the script instead, by SystemExit. A second signal is handled by the first of these rules
     that applies:
+    - Within ECHO seconds after the first, the signal has no effect.
     - During a save, the signal has no effect.
     - In a notebook, where the process must live on, the signal raises KeyboardInterrupt, or
       SystemExit if nothing_to_save is True. (The SystemExit of the first signal may still be
@@ -283,6 +286,7 @@ class StopSignal:
         is_first = not self.signum
         if is_first:
             self.signum = signum
+            self.first_at = time.monotonic()
         if HANGUP in (signum, self.signum):
             discard_output()
         elif is_first and self.nothing_to_save:
@@ -290,6 +294,8 @@ class StopSignal:
         elif is_first:
             say(f'stopping after this iteration, then saving; {name} again ends at once, without '
                 'saving')
+        elif time.monotonic() - self.first_at < ECHO:
+            pass  # the same signal: `timeout` sends each to the process and to its group
         elif self.saving():
             say(f'{name} has to wait: a checkpoint is being written')
         else:
@@ -315,10 +321,10 @@ def exit_at_signals(is_said=False):
     def wait():
         with received:
             for number in iter(lambda: received.recv(1), b''):
-                if number[0] in STOP_SIGNALS and is_said:
-                    warn(f'stopping: there is nothing to save; {signal_name(number[0])} again ends at '
-                         'once')
                 if number[0] in STOP_SIGNALS:
+                    if is_said:
+                        warn('stopping: there is nothing to save; '
+                             f'{signal_name(number[0])} again ends at once')
                     os._exit(128 + number[0])
 
     threading.Thread(target=wait, daemon=True).start()

@@ -42,12 +42,12 @@ class SampleFile:
         self.path = path
         self.digest = digest
         self.done = {}
-        if os.path.exists(path) and not os.path.isfile(path):
-            return  # a pipe, or /dev/stdout
-        if os.path.exists(path):
+        if os.path.isfile(path):
             *lines, _ = read_text(path, newline='').split('\n')  # the last is incomplete or empty
             for line in lines:
                 self.keep(line)
+        elif os.path.exists(path):
+            return  # a pipe, or /dev/stdout
         write_text(path, ''.join(f'{json.dumps(line, ensure_ascii=False)}\n'
                                  for line in self.done.values()))
 
@@ -68,12 +68,10 @@ class SampleFile:
     def append(self, lines):
         """Appends the lines of a batch, {(index of the prompt, index of its sample): line}. Adds
         three values to each line: the two indices, and the digest of the flags (see the class)."""
-        texts = []
-        for (number, index), line in lines.items():
-            line = {**line, 'index': index, 'number': number, 'flags': self.digest}
-            texts.append(json.dumps(line, ensure_ascii=False) + '\n')
         with open(self.path, 'a', encoding='utf-8') as file:
-            file.write(''.join(texts))
+            for (number, index), line in lines.items():
+                line = {**line, 'index': index, 'number': number, 'flags': self.digest}
+                file.write(json.dumps(line, ensure_ascii=False) + '\n')
 
     def finish(self):
         """Sorts the lines of the file by prompt, then by sample. Call this method when the file has
