@@ -14,8 +14,8 @@ import tempfile
 from pathlib import Path
 
 from jax_flags import (
-    DTYPES, INSTALLED, UserError, check_choice, check_needs, check_source, is_read, read_flags, read_json,
-    require_package, start_script, warn, write_text)
+    DTYPES, INSTALLED, UserError, check_choice, check_needs, check_source, is_read, read_flags,
+    read_json, require_package, start_script, warn, write_text)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), a Hugging Face folder or 'owner/name', a nanoGPT ckpt.pt
@@ -290,8 +290,8 @@ if folder:
     try:
         write_text(os.path.join(folder, 'README.md'), card)
     except OSError as error:
-        raise UserError(f'cannot write the README.md of {folder} ({error.strerror}); the model there '
-                        'is complete') from None
+        raise UserError(f'cannot write the README.md of {folder} ({error.strerror}); the model '
+                        'there is complete') from None
 if adapter:
     print(f"an update of rank {lora['rank']} for {lora['base']}; adapter_config.json names it "
           f"{public_name(lora['base'])}")

@@ -187,13 +187,13 @@ class StopSignal:
     The first signal asks the loop to save and stop. If nothing_to_save is True, the first signal
     ends the script instead, by SystemExit. A second signal is handled by the first of these rules
     that applies:
-    - Within ECHO seconds after the first, the signal has no effect.
     - During a save, the signal has no effect.
     - In a notebook, where the process must live on, the signal raises KeyboardInterrupt, or
       SystemExit if nothing_to_save is True. (The SystemExit of the first signal may still be
       waiting for compiled code to return.)
     - If the first or the second signal is SIGHUP, the second has no effect, because a closed
       terminal sends several signals.
+    - Within ECHO seconds after the first, the second has no effect.
     - Otherwise, the signal ends the process at once.
     Under nohup, SIGHUP stays ignored.
 

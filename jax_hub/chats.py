@@ -36,13 +36,13 @@ def read_chat(messages, tools=None, variables=None):
     if not isinstance(messages, list) or not messages:
         raise UserError('messages must be a list of {"role": ..., "content": text} with at least '
                         'one')
-    if not isinstance(variables or {}, dict) or not OPTIONS.isdisjoint(variables or {}):
+    variables = variables or {}
+    if not isinstance(variables, dict) or not OPTIONS.isdisjoint(variables):
         raise UserError('chat_template_kwargs must be an object with variables of the chat '
                         f'template, and without {", ".join(sorted(OPTIONS))}')
     if not isinstance(tools or [], list):
         raise UserError('tools must be a list of JSON schemas')
-    return Chat([read_message(i, message) for i, message in enumerate(messages)], tools,
-                variables or {})
+    return Chat([read_message(i, message) for i, message in enumerate(messages)], tools, variables)
 
 
 def read_message(i, message):
@@ -489,11 +489,13 @@ def find_answer(tokenizer, chat, i, text):
     is_whole = n_shared == len(around_last[-1])
 
     # what differs begins with a special token, if only the end of the chat is another
-    n_shared, is_special = find_difference(tokenizer, around_last[-1], n_shared)
-    if has_calls and not is_special:
-        raise UserError(f'the chat template writes the calls of answer {i} in another way at the '
-                        'end of a conversation, so it is not clear where they end; mark what the '
-                        'assistant says by {% generation %}, and give that file as --template=FILE')
+    if has_calls:
+        n_shared, is_special = find_difference(tokenizer, around_last[-1], n_shared)
+        if not is_special:
+            raise UserError(f'the chat template writes the calls of answer {i} in another way at '
+                            'the end of a conversation, so it is not clear where they end; mark '
+                            'what the assistant says by {% generation %}, and give that file as '
+                            '--template=FILE')
     return Answer(start, said, said + n_shared, is_whole, has_calls)
 
 

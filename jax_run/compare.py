@@ -64,6 +64,7 @@ def read_run(folder, x):
     sizes = {name: settings.get(name, 0) for name in SIZES}
     # a run of an earlier version has its manifest in the checkpoints alone
     manifest = settings.pop('manifest', None) or read_manifest(files)
+    since = comparable_since(manifest)
     points, best, speeds, seconds, last_iter = [], math.inf, [], 0.0, -1
     for record in read_metrics(files):
         if isinstance(record.get('time_ms'), float):
@@ -78,7 +79,6 @@ def read_run(folder, x):
             train = record.get(f'train_{kind}') or math.nan
             points.append((at[x], train, record[f'val_{kind}']))
             # the best loss is that on the data that the run has now
-            since = comparable_since(manifest)
             if record['iter'] > since or not since:
                 best = min(best, record[f'val_{kind}'])
     if not points:

@@ -13,8 +13,9 @@ from jax_flags import (
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizer_files import copy_tokenizer
 from jax_run.checkpoints import (
-    FORMAT, add_val_loss, checkpoint_steps, comparable_since, finish_checkpoints, is_checkpoint, list_steps,
-    open_checkpoint, open_checkpoints, read_val_loss, run_folder, save_checkpoint, split_checkpoint)
+    FORMAT, add_val_loss, checkpoint_steps, comparable_since, finish_checkpoints, is_checkpoint,
+    list_steps, open_checkpoint, open_checkpoints, read_val_loss, run_folder, save_checkpoint,
+    split_checkpoint)
 from jax_run.data import DataChanged
 from jax_run.log import MetricsLog, NotFinite, plot_losses, start_wandb
 from jax_train_utils import all_finite
