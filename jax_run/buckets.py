@@ -286,24 +286,29 @@ class BucketRun:
     def refresh(self):
         """Brings `files` up to date: copies from the bucket what has changed there. If this process
         holds the lease, copies only the files in SMALL, because this process writes the other files
-        itself."""
-        before = self.objects
-        self.objects = self.folder.list()
+        itself. Begins again if another run has deleted an object since the objects were listed."""
+        objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
-        for name, details in self.objects.items():
+        for name, details in objects.items():
             step, in_step = split_checkpoint(name)
             if step:
-                is_wanted = f'ckpt/{step}/{COMMITTED}' in self.objects and in_step in SMALL
+                is_wanted = f'ckpt/{step}/{COMMITTED}' in objects and in_step in SMALL
             elif self.lease:
                 is_wanted = False
             else:
                 is_wanted = name in ('config.json', 'metrics.jsonl') or name.startswith('tokenizer/')
             path = self.files / name
-            is_new = details['generation'] != before.get(name, {}).get('generation')
+            is_new = details['generation'] != self.objects.get(name, {}).get('generation')
             if is_wanted and (is_new or not path.exists()):
-                self.folder.download(name, path)
+                try:
+                    self.folder.download(name, path)
+                except UserError as error:
+                    if isinstance(error.__cause__, FileNotFoundError):
+                        return self.refresh()
+                    raise
                 if not step:
                     self.uploaded[name] = file_state(path)
+        self.objects = objects
 
     def upload(self):
         """Uploads changed files, except files of checkpoints, and deletes removed files from the

@@ -168,6 +168,23 @@ def test_a_second_run_is_refused_and_one_that_is_killed_three_times_is_continued
     assert choose_checkpoint(tmp_path / 'copy')[0] == latest + 5
 
 
+def test_a_checkpoint_that_is_deleted_after_it_was_listed_does_not_end_a_reader(flags, url, bucket):
+    succeeded(train(url, *flags, '--max_iters=4', '--save_interval=2'))
+    reader = buckets.BucketRun(url)
+    list_objects = reader.folder.list
+
+    def list_before_a_deletion():
+        objects = list_objects()
+        for blob in bucket.list_blobs(prefix=f"{url.removeprefix('gs://bucket/')}/ckpt/2/"):
+            blob.delete()
+        return objects
+
+    reader.folder.list = list_before_a_deletion
+    reader.refresh()
+    assert sorted(path.name for path in (reader.files / 'ckpt').iterdir()) == ['4']
+    assert {name for name in reader.objects if name.startswith('ckpt/2/')} == set()
+
+
 def test_a_run_that_ends_gives_its_lease_back_and_overwrite_deletes_it(flags, url, bucket):
     succeeded(train(url, *flags, '--max_iters=4', '--keep=1', '--save_interval=1'))
     assert checkpoint_steps(url) == [4]
