@@ -43,5 +43,5 @@ def bounded_memory():
 
 
 def pytest_addoption(parser):
-    parser.addoption('--sweep', type=int, default=15, help='number of random cases in tests/test_sweep.py')
-    parser.addoption('--requests', type=int, default=100, help='number of requests at random times to the server')
+    parser.addoption('--sweep', type=int, default=12, help='number of random cases in tests/test_sweep.py')
+    parser.addoption('--requests', type=int, default=50, help='number of requests at random times to the server')

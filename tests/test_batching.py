@@ -123,8 +123,8 @@ def test_rows_join_and_leave_any_model_while_its_cache_grows(name, monkeypatch):
             params, config, Prompts(idx, jax.random.key(seed)), sampling, logprobs=True, reads=reads)
 
     batch, under_way, n_begun = Batch(), {}, 0
-    while under_way or n_begun < 16:
-        while n_begun < 16 and len(under_way) < 6 and rng.random() < 0.8:
+    while under_way or n_begun < 12:
+        while n_begun < 12 and len(under_way) < 6 and rng.random() < 0.8:
             under_way[n_begun] = batch.join(start(n_begun, reads=rng.random() < 0.2))
             n_begun += 1
         if not under_way:
