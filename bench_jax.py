@@ -96,7 +96,7 @@ def check_typed_flags():
     # compile and backend are flags of nanoGPT, which have no effect in train_jax.py either.
     for name in typed:
         if name not in flags and name not in ('compile', 'backend'):
-            raise UserError(f'nothing reads {name} here, it is a flag of train_jax.py: leave it '
+            raise UserError(f'bench_jax.py does not read {name}, a flag of train_jax.py: leave it '
                             'out')
 
 

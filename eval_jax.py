@@ -265,8 +265,8 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     # the examples, then the prompts of all options
     others = items[:index] + items[index + 1:]
     if n_examples > len(others):
-        raise UserError(f'the task takes {n_examples} other items as examples, and there are '
-                        f'{len(others)}')
+        raise UserError(f'the task takes {n_examples} other items as examples, but there are '
+                        f'only {len(others)}')
     before = ''
     for other in random.Random(1234 + index).sample(others, n_examples):
         right = other.get('gold', 0)
@@ -355,8 +355,8 @@ def evaluate_text(path):
     special = getattr(model.tokenizer, 'special_ids', {model.tokenizer.start_token})
     n_special = sum(id in special for id in ids)
     if n_special:
-        warn(f'{path}: {n_special:,} of {len(ids):,} tokens are special ones that the text names, '
-             'such as <|endoftext|>; in a data set they are plain text')
+        warn(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
+             'spells out, such as <|endoftext|>; in a data set they would be plain text')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document
     if model.tokenizer.start_token is None:

@@ -39,7 +39,7 @@ check_needs('export_jax', flags, given)
 if gguf and not gguf.endswith('.gguf'):
     raise UserError(f'the name of a GGUF file ends in .gguf, not {gguf!r}')
 if adapter and init_from != 'resume':
-    raise UserError(f'adapter is what a LoRA run has trained, and init_from={init_from} is a '
+    raise UserError(f'adapter exports what a LoRA run has trained, but init_from={init_from} is a '
                     'model: name the run with --out_dir')
 if not gguf:
     check_choice('dtype', dtype, DTYPES)

@@ -640,8 +640,8 @@ def check_source(flags, given):
     # `base` is not here, because it is refused when the model is loaded
     ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:
-        raise UserError(f"{min(ignored)} is of a run, and init_from={flags['init_from']} is "
-                        'another model: give either')
+        raise UserError(f"{min(ignored)} is for a run, but init_from={flags['init_from']} is "
+                        'another model: give only one of them')
 
 
 # The values of training flags that are known without another module.
@@ -671,7 +671,7 @@ def check_flags(flags):
     has_lora = flags['lora_rank'] > 0
     refuse([
         (flags['verify'] and flags['init_from'] != 'resume',
-         'verify is for a run that is there: --init_from=resume --out_dir=...'),
+         'verify needs an existing run: --init_from=resume --out_dir=...'),
         (has_lora and flags['init_from'] == 'scratch',
          'LoRA trains updates of a pretrained model: name it with --init_from'),
         (has_lora and flags['zero'],
@@ -810,7 +810,7 @@ def is_in_bucket(flag, path):
         return False
     if str(path).startswith('gs://'):
         return True
-    why = 'it is none of gs://'
+    why = 'of addresses only gs:// is supported'
     if str(path).startswith('s3://'):
         why = ('Orbax 0.12, which writes the checkpoints, takes s3:// for a folder on this disk '
                '(google/orbax#359)')

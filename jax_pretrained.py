@@ -801,8 +801,8 @@ def open_parameters(path_or_name):
             shapes[tensor_map.name] = tensor_map.shape
     check_tensors(tensors, shapes, source)
     if tied is not None and not np.array_equal(tied[...], tensors[embedding][...]):
-        raise UserError(f'{source}: {head} differs from {embedding}, to which the config says that '
-                        'it is tied')
+        raise UserError(f'{source}: {head} differs from {embedding}, but the config says that they '
+                        'are tied')
 
     sources = {}
     for path, shape in param_shapes(config).items():

@@ -1237,8 +1237,8 @@ class MoEConfig:
         has_pairs = self.n_group == 1 or self.n_expert >= 2 * self.n_group
         uses_groups_that_are_there = 1 <= self.n_group_used <= self.n_group
         if self.n_expert % self.n_group or not has_pairs or not uses_groups_that_are_there:
-            raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups '
-                            f'of which {self.n_group_used} are used')
+            raise UserError(f'{self.n_expert} experts cannot be {self.n_group} equal groups, with '
+                            f'{self.n_group_used} of them in use')
 
 
 class Router(nn.Module):

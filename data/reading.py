@@ -33,7 +33,7 @@ def reading(path):
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
     except (OSError, EOFError, ValueError, csv.Error, lzma.LZMAError) as error:
-        raise UserError(f'cannot read {path} ({error}); is it whole, and in UTF-8?') from None
+        raise UserError(f'cannot read {path} ({error}); is it complete, and in UTF-8?') from None
 
 
 @contextlib.contextmanager

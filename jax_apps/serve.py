@@ -215,11 +215,11 @@ class Job:
         self.n = 1 if n is None else n
         self.n_rows = self.n * len(self.prompts)
         if not 1 <= self.n_rows <= ROWS:
-            raise Refusal(400, f'a request has 1 to {ROWS} answers, prompts times n', 'n')
+            raise Refusal(400, f'a request may have 1 to {ROWS} answers: prompts times n', 'n')
         self.continues = is_chat and read_field(body, 'continue_final_message', bool)
         if read_field(body, 'add_generation_prompt', bool) is False and not self.continues:
-            raise Refusal(400, 'add_generation_prompt of false is for continue_final_message',
-                          'add_generation_prompt')
+            raise Refusal(400, 'add_generation_prompt may be false only with '
+                          'continue_final_message', 'add_generation_prompt')
         self.n_kept = read_field(body, 'truncate_prompt_tokens', int)
         if self.n_kept is not None and self.n_kept < 1 and self.n_kept != -1:
             raise Refusal(400, 'truncate_prompt_tokens must be -1 or at least 1')
@@ -231,17 +231,17 @@ class Job:
         self.echo = bool(read_field(body, 'echo', bool))
         logprobs = read_field(body, 'logprobs', bool if is_chat else int)
         if logprobs and not is_chat and not (self.echo and logprobs == 1):
-            raise Refusal(400, 'logprobs must be 0: those of the tokens themselves; or 1 with echo',
-                          'logprobs')
+            raise Refusal(400, 'logprobs must be 0, for the log-probabilities of the tokens '
+                          'themselves, or 1 with echo', 'logprobs')
         self.wants_logprobs = logprobs if is_chat else logprobs is not None
         self.is_stream = read_field(body, 'stream', bool)
         options = read_field(body, 'stream_options', dict) or {}
         self.wants_usage = read_field(options, 'include_usage', bool)
         if self.is_stream and self.n_rows > 1:
-            raise Refusal(400, 'a stream has one answer: n of 1, and one prompt', 'stream')
+            raise Refusal(400, 'a stream has one answer: n must be 1, with one prompt', 'stream')
         if self.echo and (is_chat or self.is_stream or not self.wants_logprobs or self.n > 1):
-            raise Refusal(400, 'echo is for the logprobs of prompts: of a completion with logprobs, '
-                          'without stream', 'echo')
+            raise Refusal(400, 'echo gives the log-probabilities of a prompt: it needs a completion '
+                          'with logprobs, n of 1 and no stream', 'echo')
 
         # requests for one answer share a batch; a request for several answers, or with echo, has a
         # batch of its own
@@ -945,7 +945,7 @@ class Handler(BaseHTTPRequestHandler):
         """Sends an error that http.server has found: an unknown method or version, or broken
         headers."""
         status = {501: 405, 505: 400}.get(code, code)
-        self.send_json(Refusal(status, message or 'this is no request').body, status)
+        self.send_json(Refusal(status, message or 'this is not an HTTP request').body, status)
 
     def log_message(self, *args):
         """Prints nothing: requests are private."""

@@ -410,7 +410,7 @@ def setup_distributed_training(devices: Sequence[jax.Device], fsdp: int = 1, ten
     if zero not in (0, 1, 2):
         raise UserError(f'zero must be 0, 1 (ZeRO-1) or 2 (ZeRO-2), not {zero}; ZeRO-3 is --fsdp')
     if zero == 1 and has_axes:
-        raise UserError('zero=1 goes without fsdp, tensor, expert and context; with them use '
+        raise UserError('zero=1 does not work with fsdp, tensor, expert or context: with them use '
                         '--zero=2')
     if zero:
         return {1: Zero1, 2: Zero2}[zero](devices, sizes)

@@ -166,8 +166,8 @@ def check_agreement(what, values, own=()):
             if first.get(name) != other.get(name):
                 different.append(f'{name} is {first.get(name)} and {other.get(name)}')
         if different:
-            raise UserError(f'processes 0 and {i} have different {what}, all must have the same: '
-                            f'{", ".join(different)}')
+            raise UserError(f'processes 0 and {i} have different {what}, but all processes must have '
+                            f'the same: {", ".join(different)}')
 
 # -----------------------------------------------------------------------------
 # signals

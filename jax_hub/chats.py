@@ -403,8 +403,8 @@ def leave_out(tokenizer, chat, spans, left_out):
         text, others = render_marked(tokenizer, chat._replace(messages=marked))
         places = [n for n, (start, end) in enumerate(others) if MARK in text[start:end]]
         if len(others) != len(spans) or len(places) != 1:
-            raise UserError(f'the chat template does not mark answer {i}, which does not count, '
-                            'apart from the others')
+            raise UserError(f'the marks of the chat template do not separate answer {i}, which does '
+                            'not count, from the other answers')
         kept.remove(spans[places[0]])
     return kept
 
@@ -580,8 +580,8 @@ THOUGHTS = ('reasoning_content', 'reasoning', 'thinking')  # keys of a message
 NO_CALLS = ('the chat template does not write each call of message {}: the model would learn to '
             'answer without it; take a template that does, as --template=FILE, or leave such rows '
             'out')
-OTHER_PROMPT = ('the tokens that ask for an answer are others than those before it in training, so '
-                'that the model may answer badly')
+OTHER_PROMPT = ('the tokens that ask for an answer differ from those before it in training, so the '
+                'model may answer badly')
 
 
 def find_lost(tokenizer, chat, ids, counted):

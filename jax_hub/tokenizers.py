@@ -404,7 +404,7 @@ def mend_mistral_split(tokenizer, folder, settings):
     if first.get('pattern') == {'Regex': LLAMA3_SPLIT}:
         steps[0] = pre_tokenizers.Split(Regex(MISTRAL_SPLIT), 'isolated')
         print(f'{folder}: its tokenizer.json has the wrong split of an early converter of '
-              "Mistral's tokenizers; the published one is taken, as by fix_mistral_regex",
+              "Mistral's tokenizers; the right split is used instead, as by fix_mistral_regex",
               file=sys.stderr)
 
 
@@ -598,4 +598,4 @@ def remedy_for_tokens(description, name):
     if description['kind'] == 'gpt2':
         name = 'gpt2'
     return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
-            '--out_dir=data/mine (of conversations with data/chat/prepare.py)')
+            '--out_dir=data/mine (for conversations: data/chat/prepare.py)')

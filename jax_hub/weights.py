@@ -66,8 +66,8 @@ def refuse_mlx(tensors, source):
     for name, x in tensors.items():
         scales = f'{name.removesuffix("weight")}scales'
         if name.endswith('.weight') and scales in tensors and x.dtype.name == 'uint32':
-            raise UserError(f'{source} is of MLX, quantized ({name} with {scales}), which only MLX '
-                            'computes; take the model that it was made from, or where mlx-lm is '
+            raise UserError(f'{source} is quantized by MLX ({name} with {scales}), and only MLX can '
+                            'compute it; take the model that it was made from, or where mlx-lm is '
                             'installed: mlx_lm.convert --dequantize --hf-path THIS --mlx-path NEW')
 
 

@@ -132,7 +132,7 @@ def mark_val_data(runs):
     for run in runs:
         run['marked'] = {'val data': run['val_data'] or '?'} if len(known) > 1 else {}
     if len(known) > 1:
-        print('the runs have different validation data, of which losses cannot be compared: see '
+        print('the runs have different validation data, so their losses cannot be compared: see '
               'the column "val data"')
 
 

@@ -191,8 +191,8 @@ def load_dataset(data_dir, block_size):
     row_length = meta['row_length']
     if row_length not in (None, block_size + 1):
         raise UserError(
-            f'{data_dir} has rows of {row_length} tokens, one more than a block_size that fits; '
-            f'prepare it with --rows={block_size}, or use another --block_size')
+            f'{data_dir} has rows for block_size={row_length - 1}, not {block_size}: prepare it with '
+            f'--rows={block_size}, or use --block_size={row_length - 1}')
 
     # The two files, each compared with what meta.json says of it.
     splits = {}
@@ -238,7 +238,7 @@ def check_size(path, meta, split, block_size):
     n_tokens = meta[f'{split}_tokens']
     if n_tokens not in (None, size):
         raise UserError(
-            f'{path} has {size} tokens, its meta.json says {n_tokens}: the file is damaged or of '
+            f'{path} has {size} tokens, but its meta.json says {n_tokens}: the file is damaged or of '
             f'another data set; {remedy_for(path.parent)}')
 
 

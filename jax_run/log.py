@@ -148,8 +148,8 @@ class RunLog:
         if self.is_first:
             self.is_first = False
             seconds = time.perf_counter() - self.started
-            self.say(f'first iteration: {seconds:.2f} s after the start, of which imports took '
-                     f'{self.imports_s:.2f} s')
+            self.say(f'first iteration: {seconds:.2f} s after the start (imports took '
+                     f'{self.imports_s:.2f} s)')
         if iter_num % self.log_interval == 0 and self.metrics_log:
             self.write(iter_num, metrics)
 
@@ -290,8 +290,8 @@ class MetricsLog:
         if n_damaged:
             aside = free_name(self.path)
             os.replace(self.path, aside)
-            print(f'{n_damaged} lines of {self.path} cannot be read and are left out; the file as it '
-                  f'was is {aside.name}')
+            print(f'{n_damaged} lines of {self.path} cannot be read and are left out; the file '
+                  f'as it was is kept as {aside.name}')
         write_text(self.path, ''.join(kept))
         self.file = open(self.path, 'a+', buffering=1)
         self.unwritten = b''  # the lines, or the rest of one, that could not be written

@@ -243,7 +243,7 @@ def say_what_differs(changed):
             if name not in ('number', 'processes'):
                 changes.append(f'{name}: {before or "none"} before, {now or "none"} now')
     if changes:
-        print(f'this resume differs from the run so far, whose bits it may not have '
+        print(f'this resume differs from the run so far, so its bits may differ, too '
               f'({"; ".join(changes)})')
 
 
@@ -340,8 +340,8 @@ def continue_data(run, data):
     data differ and the user did not ask for it (see open_manifest)."""
     known = run.resumed.get('manifest')
     if not known:
-        print('the checkpoint is of an earlier version and does not say of which data it is: they '
-              'are taken to be the same')
+        print('an earlier version wrote the checkpoint, which does not name its data: they are taken '
+              'to be the same')
         return []
     changes = find_changes(known['data'], data)
     if not changes:

@@ -81,8 +81,8 @@ def flags_from_config(config, given=None):
         flags['expert_balance'] = config.moe.balance
     for name in sorted((MODEL_FLAGS - {'block_size'}) & (given or {}).keys()):
         if given[name] != flags[name]:
-            raise UserError(f'{name}={given[name]} is not of this model, which has '
-                            f'{name}={flags[name]}: leave it out')
+            raise UserError(f'this model has {name}={flags[name]}, not {name}={given[name]}: leave '
+                            'the flag out')
     return flags
 
 

@@ -250,8 +250,8 @@ def say_what_is_counted(earlier, now):
     earlier, now: what the metric counted before and what it counts now, each a value of
     Data.bpb_bytes. 'tokens': the bytes that the tokens stand for. 'text': the bytes of the text."""
     if earlier != now:
-        print(f'bits per byte count the bytes of the {now} from here on, those of the {earlier} '
-              'before: the data set was made anew, and the two do not compare')
+        print(f'bits per byte count the bytes of the {now} from here on, and counted those of the '
+              f'{earlier} before, because the data set was prepared again: do not compare the two')
 
 
 def config_json_of(source):

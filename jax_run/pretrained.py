@@ -44,7 +44,7 @@ def pretrained_model(flags, given, meta, dtype):
         source = f'{source}, iteration {step}'
     else:
         if 'checkpoint' in given:
-            raise UserError(f'checkpoint is of a run, and {source} is another model: leave it out')
+            raise UserError(f'checkpoint is for a run, but {source} is another model: leave it out')
         weights = local_path(source)
         with in_all_processes():
             config = load_config(weights)

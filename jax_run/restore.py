@@ -32,8 +32,8 @@ def restore_params(out_dir, step, config, meta, layout):
     try:
         params = layout.abstract_state(make_params, config, meta.get('lora'))
     except (OverflowError, TypeError, ValueError) as error:
-        raise UserError(f'checkpoint {step} in {out_dir} is of no model that can be built: '
-                        f'{error}') from error
+        raise UserError(f'checkpoint {step} in {out_dir} describes a model that cannot be '
+                        f'built: {error}') from error
     name = meta.get('weights', ['params'])[-1]
     return restore_items(out_dir, step, {name: params})[name]
 

@@ -321,8 +321,8 @@ def check_ids(x: np.ndarray, y: np.ndarray, vocab_size: int, split: str) -> None
     vocab_size tokens. load_dataset has not checked the ids, because it trusts meta.json."""
     if max(x.view(np.uint32).max(), y.view(np.uint32).max()) >= vocab_size:
         raise UserError(f'the {split} tokens have an id outside the vocabulary of {vocab_size}, '
-                        'which meta.json denies: they have been changed; run the prepare.py of '
-                        'the data set again')
+                        'but meta.json says that they have none: they have been changed; run the '
+                        'prepare.py of the data set again')
 
 
 class Pairs(Windows):

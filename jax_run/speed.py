@@ -35,8 +35,8 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     report = (f'{n_samples:,} samples of {n_prompts:,} prompts, {n_new:,} tokens, in '
               f'{total_s:.1f} s, {n_new / max(decode_s, 1e-9):,.0f} tok/s once compiled')
     if leaves_context(model.config, generations):
-        report += (f'; past the context of {model.config.block_size:,} tokens each token costs all '
-                   'of them, because positions are learned')
+        report += (f'; beyond the context of {model.config.block_size:,} tokens, each token computes '
+                   'all of them again, because positions are learned')
     if not is_detailed:
         return report + describe_drafts(generations)
     report += (f'\nfirst token: imports {imports_s:.2f} s, weights {model.loading.running:.2f} s, '

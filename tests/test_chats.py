@@ -330,5 +330,5 @@ def test_a_run_on_packed_rows_learns_and_resumes_exactly(chatting, tmp_path):
     succeeded(train(tmp_path / 'again', *RESUME, '--max_iters=6'))
     assert final_state(tmp_path / 'again') == final_state(tmp_path / 'out')
     assert_refused(train(tmp_path / 'none', *flags, '--block_size=16'),
-                   'has rows of 33 tokens, one more than a block_size that fits')
+                   'has rows for block_size=32, not ')
     assert not (tmp_path / 'none').exists()

@@ -619,7 +619,7 @@ def test_a_generation_prompt_that_is_not_how_training_begins_is_counted_and_said
     assert tokenizer.find_lost(TURNS, ids, counted=[1]) == []
     tokenizer = made(QWEN + '{% if add_generation_prompt %}{{ "e" }}{% endif %}')
     said, = tokenizer.find_lost(TURNS, ids, counted=[1])
-    assert 'are others than those before it in training' in said
+    assert 'differ from those before it in training' in said
 
 
 # -----------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     edit_json(tmp_path / 'meta.json', max_id=None)
     assert 'has token id 29, outside' in refusal(load_dataset, tmp_path, 8)
     edit_json(tmp_path / 'meta.json', **counted | {'train_tokens': 31})
-    assert 'train.bin has 30 tokens, its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
+    assert 'train.bin has 30 tokens, but its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
 
 
 def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def test_rows_need_the_block_size_that_they_were_made_for(tmp_path):
     assert load_dataset(tmp_path, 16)['train'].shape == (30, 17)
     for block_size in (15, 17, 32):
         message = refusal(load_dataset, tmp_path, block_size)
-        assert 'has rows of 17 tokens' in message and f'prepare it with --rows={block_size}, or' in message
+        assert 'has rows for block_size=16, not' in message and f'prepare it with --rows={block_size}, or' in message
 
 
 @pytest.mark.parametrize('row_length', [17, None])

@@ -551,7 +551,7 @@ def test_rows_and_files_without_a_text_do_not_count_for_every_tenth_document(tmp
 def test_rows_of_which_none_has_a_text_are_refused(tmp_path, env):
     text_file(tmp_path, ''.join(json.dumps({'text': i}) + '\n' for i in range(30)), 'a.jsonl')
     line = refuse('text', tmp_path / 'a.jsonl', '--out_dir', tmp_path / 'out', env=env)
-    assert "none of 30 rows has a text under 'text', and not an empty one; --strict names the first" in line
+    assert "none of 30 rows has a text under 'text' that is not empty; --strict names the first such row" in line
 
 
 def test_with_an_empty_key_files_of_rows_are_texts(tmp_path, env):

@@ -228,7 +228,7 @@ def test_a_bad_text_is_one_line_with_its_name(content, message, run, tmp_path):
 
 def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path):
     path = tmp_path / 'a.txt'
-    for content, said in (('ab</s>cd</s>', '2 of 6 tokens are special ones'), ('abcd', '')):
+    for content, said in (('ab</s>cd</s>', '2 of 6 tokens are special tokens'), ('abcd', '')):
         path.write_text(content)
         done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0',
                                     f'--text={path}'))

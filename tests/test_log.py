@@ -28,7 +28,7 @@ def test_every_metric_that_a_step_returns_is_recorded_and_chosen_ones_are_printe
     log.pause()
     assert records[0].items() >= {'iter': 0, 'another': 5.0, **METRICS}.items()
     first, line = capsys.readouterr().out.splitlines()
-    assert first.startswith('first iteration: 3.0') and first.endswith(', of which imports took 0.50 s')
+    assert first.startswith('first iteration: 3.0') and first.endswith('(imports took 0.50 s)')
     assert line.startswith('iter 0: loss 2.0000, time ') and line.endswith(', margin 4.0000')
     assert 'another' not in line
 

@@ -147,7 +147,7 @@ def test_the_adapter_of_a_run_is_read_as_the_run_and_its_export_says_what_comes_
                           (['--shard_gb=1.0'], 'nothing reads shard_gb=1.0 without --folder')):
         assert_refused(run_script(*export, *more), message)
     assert_refused(run_script('export_jax.py', f'--init_from={base}', f'--adapter={tmp_path / "other"}'),
-                   'adapter is what a LoRA run has trained')
+                   'adapter exports what a LoRA run has trained')
     assert not (tmp_path / 'other').exists()
 
 

@@ -134,7 +134,7 @@ def test_the_same_data_in_another_place_are_resumed(data, flags, tmp_path):
 def test_a_run_without_a_manifest_goes_on_with_a_line(run_copy):
     strip_manifest(run_copy)
     result = succeeded(train(run_copy, *RESUME, '--max_iters=21'))
-    assert result.stdout.count('does not say of which data it is') == 1
+    assert result.stdout.count('does not name its data') == 1
     assert manifest_of(run_copy)['data'][0]['files'].keys() == {'train.bin', 'val.bin'}
 
 
@@ -181,7 +181,7 @@ def test_runs_with_different_validation_data_are_marked(data, finished, flags, t
     succeeded(train(tmp_path / 'out', *flags, f'--dataset={data}', '--max_iters=2'))
     figure = compare_runs([finished[0], tmp_path / 'out'])
     warning, header, *rows = capsys.readouterr().out.splitlines()
-    assert 'different validation data, of which losses cannot be compared' in warning and 'val data' in header
+    assert 'different validation data, so their losses cannot be compared' in warning and 'val data' in header
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     for folder in (finished[0], tmp_path / 'out'):
         mark = val_digest(manifest_of(folder))[:8]

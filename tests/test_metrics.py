@@ -47,7 +47,7 @@ def test_a_line_that_cannot_be_read_does_not_cost_the_lines_behind_it(tmp_path, 
     MetricsLog(tmp_path, 3).close()
     assert [record['iter'] for record in read_metrics(tmp_path)] == [0, 2]
     said = capsys.readouterr().out
-    assert said.startswith('1 lines of ') and said.endswith('the file as it was is metrics.jsonl.damaged\n')
+    assert said.startswith('1 lines of ') and said.endswith('the file as it was is kept as metrics.jsonl.damaged\n')
     assert (tmp_path / 'metrics.jsonl.damaged').read_bytes() == damaged
     MetricsLog(tmp_path, 3).close()  # nothing is damaged any more, but for a line that is not whole, as after a kill
     assert capsys.readouterr().out == '' and not (tmp_path / 'metrics.jsonl.damaged1').exists()

@@ -445,7 +445,7 @@ def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_
     (['--fsdp=4', '--n_embd=18', '--n_head=2'],
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
-    (['--zero=1', '--tensor=2'], 'zero=1 goes without fsdp, tensor, expert and context; with them use --zero=2'),
+    (['--zero=1', '--tensor=2'], 'zero=1 does not work with fsdp, tensor, expert or context: with them use --zero=2'),
     (['--context=8'], 'context=8: its square must divide block_size=16'),
     (['--context=4', '--attention=xla'], 'attention=xla does not shard a sequence'),
     (['--zero=3'], r'zero must be 0, 1 .ZeRO-1. or 2 .ZeRO-2., not 3; ZeRO-3 is --fsdp'),

@@ -476,7 +476,7 @@ def test_mistrals_wrong_split_is_mended_and_said_but_a_run_keeps_its_own(tmp_pat
     wrong = mistral_folder(tmp_path / 'wrong', LLAMA3_SPLIT)
     assert tokens_of(wrong) == ['Na', 'OH', '2', '0', '2', '6']
     said, = capfd.readouterr().err.splitlines()
-    assert str(wrong) in said and 'the published one is taken' in said
+    assert str(wrong) in said and 'the right split is used' in said
     copy_tokenizer({'kind': 'folder', 'path': str(wrong)}, tmp_path / 'copy')
     capfd.readouterr()
     assert tokens_of(tmp_path / 'copy') == ['Na', 'OH', '2', '0', '2', '6']
@@ -510,7 +510,7 @@ def test_an_export_of_a_run_keeps_the_ids_of_the_copy_in_the_run(tmp_path, capfd
     save_pretrained(random_params(config), config, tmp_path / 'exported', tokenizer=description)
     shutil.copyfile(copy / 'config.json', tmp_path / 'exported' / 'config.json')  # as of a Mistral that was trained on
     assert HFTokenizer(tmp_path / 'exported').encode('NaOH2026') == ids
-    assert 'the published one is taken' not in capfd.readouterr().err
+    assert 'the right split is used' not in capfd.readouterr().err
 
 
 def test_what_transformers_warns_of_is_shown_in_one_line(speaking, monkeypatch, capfd):

@@ -162,7 +162,7 @@ def test_lora_and_dpo_verify_from_their_start(chatting, tmp_path):
 
 
 def test_what_cannot_be_verified_is_one_line_with_exit_code_2(run_copy, tmp_path, dataset):
-    assert_refused(train(tmp_path / 'none', '--verify=1'), 'verify is for a run that is there: --init_from=resume')
+    assert_refused(train(tmp_path / 'none', '--verify=1'), 'verify needs an existing run: --init_from=resume')
     # flags of the earlier iterations are others
     succeeded(train(run_copy, *RESUME, '--max_iters=22', '--lr_decay_iters=22', '--weight_decay=0.2', '--keep=1'))
     assert_refused(train(run_copy, *RESUME, '--verify=1'), 'no two checkpoints between which it could be trained '

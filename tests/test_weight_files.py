@@ -187,7 +187,7 @@ def test_a_folder_that_mlx_has_quantized_is_called_so(tmp_path):
     packed = np.zeros((32, 4), np.uint32)
     edit_tensors(folder, {f'{name}.weight': packed, f'{name}.scales': scales, f'{name}.biases': scales})
     message = refusal(load_pretrained, folder)
-    assert 'is of MLX, quantized' in message and 'mlx_lm.convert --dequantize' in message
+    assert 'is quantized by MLX' in message and 'mlx_lm.convert --dequantize' in message
 
 
 def test_a_pytorch_model_bin_of_something_else_is_refused(tmp_path):

@@ -212,7 +212,7 @@ def encode_example(example, enc):
             messages, counted=counted, tools=example.tools, variables=example.variables)
         if not chat.mask.any():
             answer = messages[counted[-1]].get('content')
-            fail(f'has an answer of which the template writes nothing: {answer!r:.100}')
+            fail(f'has an answer that the chat template leaves out: {answer!r:.100}')
         encoded.append(chat)
         lost += enc.find_lost(messages, chat.ids, counted=counted, tools=example.tools,
                               variables=example.variables)
@@ -369,7 +369,7 @@ def check_prompts(told, n, enc):
                'reasoning ("reasoning_content"), or without it where a row has '
                '"chat_template_kwargs": {"enable_thinking": false}; or take a template with '
                '{% generation %} as --template=FILE')
-    fail(f'no conversation begins with the tokens that ask for its answer, so that the model would '
+    fail(f'no conversation begins with the tokens that ask for its answer, so the model would '
          f'answer badly: the generation prompt of the chat template is {prompt[-20:]!r}; {why}')
 
 

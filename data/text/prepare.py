@@ -292,8 +292,8 @@ def main():
     files = find_files(args.input, suffixes)
     texts = Texts(files, args.key, args.strict)
     if texts.n_skipped and not texts.sizes:
-        fail(f'none of {texts.n_skipped:,} rows has a text under {args.key!r}, and not an empty '
-             'one; --strict names the first')
+        fail(f'none of {texts.n_skipped:,} rows has a text under {args.key!r} that is not '
+             'empty; --strict names the first such row')
     vocabulary = choose_vocabulary(
         args.tokenizer, texts.all_texts, texts.train_texts, has_chat=args.chat)
     states = [[os.path.abspath(path), os.path.getsize(path), os.stat(path).st_mtime_ns]
