@@ -135,7 +135,7 @@ from jax_devices.setup import (
 from jax_generate import generate_stream
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import param_shapes
-from jax_run.data import load_dataset
+from jax_run.data import dataset_folder, load_dataset
 from jax_run.model import config_from_flags, flags_from_config
 from jax_run.program import Options, assemble
 from jax_run.sources import open_source
@@ -332,7 +332,7 @@ def make_prompts(vocab_size):
     if not dataset:
         random = np.random.default_rng(seed)
         return random.integers(vocab_size, size=(batch_size, prompt_len))
-    datasets = load_dataset(Path(__file__).parent / 'data' / dataset, prompt_len)
+    datasets = load_dataset(dataset_folder(dataset), prompt_len)
     tokens = datasets['val']
     starts = np.linspace(0, len(tokens) - prompt_len - 1, batch_size).astype(int)
     return open_source(tokens, block_size=prompt_len, seed=seed).read(starts)['x']

@@ -36,7 +36,7 @@ wandb_log = False # log to Weights & Biases; with WANDB_MODE=offline it needs no
 wandb_project = 'owt' # name of the project at wandb
 wandb_run_name = 'gpt2' # name of the run at wandb
 # data
-dataset = 'openwebtext' # the folder under data/ whose prepare.py has been run; 'web:0.7,code:0.3' mixes some
+dataset = 'openwebtext' # a prepared folder: its name under data/, or its path; 'web:0.7,code:0.3' mixes some
 gradient_accumulation_steps = 5 * 8 # micro-batches per update, all devices together
 batch_size = 12 # sequences per micro-batch
 block_size = 1024 # tokens per sequence

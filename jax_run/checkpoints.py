@@ -128,9 +128,30 @@ class DiskRun:
     # checkpoints
 
     def write_checksums(self):
-        """Writes checksums.json into the checkpoint that is being saved, before it gets its final
-        name."""
-        write_checksums(self.checkpoints)
+        """Writes checksums.json, {file: CRC-32}, into the checkpoint that is being saved. This
+        checkpoint has all its files, but its folder still has Orbax's temporary name (UNFINISHED).
+        Then waits until the checkpoint's files and metrics.jsonl are on the disk.
+
+        Orbax calls this method in one process, before it renames the checkpoint. If this method
+        raises an exception, Orbax drops the checkpoint."""
+        folder = self.checkpoints
+        steps = list(folder.glob(UNFINISHED))
+        if not steps:
+            raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
+                               'version of Orbax?')
+        for step in steps:
+            # The files of all ITEMS. Orbax will still change the files in `step` itself.
+            paths = sorted(step.glob('*/**/*'))
+            files = [path for path in paths if path.is_file()]
+            sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
+            (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
+
+            # All of it is on the disk before the checkpoint gets its name, with the metrics so far:
+            # after a loss of power it is complete or absent.
+            metrics = self.files / 'metrics.jsonl'
+            others = [metrics] if metrics.exists() else []
+            for path in [*paths, *step.glob('*'), step, folder, *others]:
+                sync(path)
 
     def differs(self, step, name, expected):
         """Returns whether the file `name` in the checkpoint folder `step` is missing or has
@@ -225,33 +246,6 @@ def quiet_orbax():
             sys.__unraisablehook__(unraisable)
 
     sys.unraisablehook = report
-
-
-def write_checksums(folder):
-    """Writes checksums.json, {file: CRC-32}, into the checkpoint that is being saved. This
-    checkpoint has all its files, but its folder still has Orbax's temporary name (UNFINISHED). Then
-    waits until the checkpoint's files and metrics.jsonl are on the disk. folder: the parent folder,
-    with all checkpoints of the run.
-
-    Orbax calls this function in one process, before it renames the checkpoint, and drops the
-    checkpoint if this function raises an exception."""
-    steps = list(folder.glob(UNFINISHED))
-    if not steps:
-        raise RuntimeError(f'there is no {UNFINISHED} to write checksums.json into: another '
-                           'version of Orbax?')
-    for step in steps:
-        # The files of all ITEMS. Orbax will still change the files in `step` itself.
-        paths = sorted(step.glob('*/**/*'))
-        files = [path for path in paths if path.is_file()]
-        sums = {path.relative_to(step).as_posix(): checksum(path) for path in files}
-        (step / 'checksums.json').write_text(json.dumps(sums, indent=0))
-
-        # All of it is on the disk before the checkpoint gets its name, with the metrics so far: after
-        # a loss of power it is complete or absent.
-        metrics = folder.parent / 'metrics.jsonl'
-        others = [metrics] if metrics.exists() else []
-        for path in [*paths, *step.glob('*'), step, folder, *others]:
-            sync(path)
 
 
 def sync(path):
@@ -389,11 +383,7 @@ def describe_checkpoint(out_dir, step, meta):
     checkpoint that it was computed with. The names are 'manifest' and the folders of the
     checkpoint, such as 'params' (see ITEMS). The digest of a folder is that of its checksums. meta:
     the metadata of the checkpoint."""
-    path = run_folder(out_dir).files / 'ckpt' / str(step) / 'checksums.json'
-    try:
-        sums = read_json(path, optional=True)
-    except UserError:  # only checksums.json is damaged
-        sums = {}
+    sums = read_checksums(run_folder(out_dir).files / 'ckpt' / str(step))
     items = {}
     for name in sorted(sums):
         items.setdefault(name.split('/')[0], []).append([name, sums[name]])
@@ -422,7 +412,7 @@ def save_checkpoint(manager: Any, iter_num: int, state: Any, meta: dict,
     sets = state.weight_sets()
     trees = {**sets, 'opt_state': opt_state_item(state)}
     items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-    meta = {**meta, 'weights': list(sets), 'checksums': True}
+    meta = {**meta, 'iter_num': iter_num, 'weights': list(sets), 'checksums': True}
     items = ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta))
     run = run_of(manager)
     try:
@@ -553,11 +543,16 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
 
 def has_checksums(path):
     """Returns whether all processes can read the checksums of the checkpoint folder `path`."""
+    return all(gather_texts('yes' if read_checksums(path) else ''))
+
+
+def read_checksums(step):
+    """Returns the content of checksums.json in the checkpoint folder `step`, or {} if that file is
+    missing or damaged."""
     try:
-        can_read = bool(read_json(path / 'checksums.json', optional=True))
+        return read_json(step / 'checksums.json', optional=True)
     except UserError:
-        can_read = False
-    return all(gather_texts('yes' if can_read else ''))
+        return {}
 
 
 def open_checkpoint(run, step, items=ITEMS, is_checked=True):
@@ -592,6 +587,8 @@ def read_meta(step, is_checked=True):
     missing = {'model', 'iter_num', 'best_val_loss', 'tokenizer', 'flags', 'wandb_id'} - meta.keys()
     if missing:
         raise ValueError(f'its metadata lacks {sorted(missing)}')
+    if str(meta['iter_num']) != step.name:
+        raise ValueError(f"it is checkpoint {meta['iter_num']} in a folder of another name")
     GPTConfig(**meta['model'])
 
     # Earlier versions wrote no checksums; since then the metadata says that they are there.

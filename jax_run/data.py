@@ -285,15 +285,14 @@ def load_ends(path, n_tokens):
 # -----------------------------------------------------------------------------
 # mixtures of data sets
 
-def parse_mixture(dataset, root=None):
-    """Returns {folder: fraction} for the flag --dataset. dataset: one folder (a path, or a name
-    under `root`; see dataset_folder), or a mixture such as 'web:0.7,code:0.3'. Raises UserError for
-    anything else."""
+def parse_mixture(dataset):
+    """Returns {folder: fraction} for the flag --dataset. dataset: one folder (see dataset_folder),
+    or a mixture such as 'web:0.7,code:0.3'. Raises UserError for anything else."""
     # one data set: without a colon, except in a URL or in the name of a folder
     is_one = dataset.count(':') == dataset.count('://')
     is_url = is_in_bucket('dataset', dataset)  # the parts of a mixture are fetched below
-    if is_one or not is_url and dataset_folder(dataset, root).is_dir():
-        return {dataset_folder(dataset, root): 1.0}
+    if is_one or not is_url and dataset_folder(dataset).is_dir():
+        return {dataset_folder(dataset): 1.0}
 
     # Each part is a name and a fraction.
     parts = dataset.split(',')
@@ -309,25 +308,28 @@ def parse_mixture(dataset, root=None):
         raise UserError(
             f'dataset={dataset} must be a folder, or a mixture such as web:0.7,code:0.3 of data '
             'sets with different names, whose fractions are above 0 and sum to 1')
-    return {dataset_folder(name, root): fraction for name, fraction in shares.items()}
+    return {dataset_folder(name): fraction for name, fraction in shares.items()}
 
 
-def dataset_folder(name, root=None):
-    """Returns the folder of a data set. name: the folder's path; or its name under `root` (by
-    default under data/, see find_shipped); or gs://bucket/folder. A folder of a bucket is copied to
-    this machine if no copy is there yet."""
-    if not is_in_bucket('dataset', name):
-        return Path(root) / name if root else find_shipped('data', name)
-    from jax_run.buckets import fetch_dataset
-    return fetch_dataset(name)
+def dataset_folder(name):
+    """Returns the folder of a data set. name: the folder's name under data/ (see find_shipped); or,
+    if it is not there, its path; or gs://bucket/folder. A folder of a bucket is copied to this
+    machine if no copy is there yet."""
+    if is_in_bucket('dataset', name):
+        from jax_run.buckets import fetch_dataset
+        return fetch_dataset(name)
+    folder = find_shipped('data', name)
+    if not folder.exists() and os.path.isdir(name):
+        return Path(name)
+    return folder
 
 
-def load_mixture_meta(dataset, root=None):
+def load_mixture_meta(dataset):
     """Returns (shares; meta) of the flag --dataset. shares: {folder: fraction}, see parse_mixture.
     meta: what load_dataset_meta returns for the first of these folders, but 'max_id' is the largest
-    id of all folders. dataset, root: see parse_mixture. Raises UserError if data sets cannot be
+    id of all folders. dataset: see parse_mixture. Raises UserError if data sets cannot be
     mixed, because their tokens differ or one of them has pairs."""
-    shares = parse_mixture(dataset, root)
+    shares = parse_mixture(dataset)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]
     meta = metas[0]

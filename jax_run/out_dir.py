@@ -2,8 +2,10 @@
 import contextlib
 import math
 import os
+import re
 import socket
 import time
+from pathlib import Path
 
 import jax
 
@@ -29,10 +31,11 @@ class OutDir:
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
-        if not {'[', ']'}.isdisjoint(os.path.abspath(self.path)):
-            # Orbax takes the path for a glob, and then completes no checkpoint, without an error
+        # Orbax takes [ ] for a glob, and completes no checkpoint; TensorStore takes \ for /, and
+        # only UTF-8, whose other bytes Python has as \udc80 to \udcff
+        if re.search(r'[][\\\udc80-\udcff]', Path(self.path).absolute().as_posix()):
             raise UserError(f'out_dir={self.path}: Orbax loses the checkpoints in a folder that has '
-                            '[ or ] in its path; choose another')
+                            '[, ], \\ or bytes other than UTF-8 in its path; choose another')
         self.folder = run_folder(self.path)
         self.run = None  # the Run that is written, with its manifest, from writing() on
         self.manifest = None
@@ -154,7 +157,7 @@ class OutDir:
         if run.resumed:
             origin = run.resumed.get('origin', run.resumed['flags']['init_from'])
         meta = {
-            'format': FORMAT, 'model': run.model.config.architecture(), 'iter_num': iter_num,
+            'format': FORMAT, 'model': run.model.config.architecture(),
             'best_val_loss': best_val_loss, 'tokenizer': tokenizer, 'flags': run.flags,
             'versions': self.manifest['versions'], 'wandb_id': self.wandb_id,
             'lora': run.model.lora, 'manifest': self.manifest, 'origin': origin}

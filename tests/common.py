@@ -43,7 +43,7 @@ TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16']
 SHORT = ['--batch_size=4', '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--max_iters=20',
          '--lr_decay_iters=20', '--warmup_iters=2', '--eval_interval=10', '--eval_iters=2', '--device=cpu:0']
-META = {'model': dataclasses.asdict(TINY), 'iter_num': 0, 'best_val_loss': 1.0, 'tokenizer': {}, 'flags': {},
+META = {'model': dataclasses.asdict(TINY), 'best_val_loss': 1.0, 'tokenizer': {}, 'flags': {},
         'wandb_id': None}  # of a checkpoint, as train_jax.py writes it
 RESUME = ['--init_from=resume', '--device=cpu:0']
 

@@ -535,7 +535,7 @@ def uploaded(dataset, url, bucket, monkeypatch, tmp_path):
 
 def test_a_data_set_is_fetched_once_and_again_when_it_has_changed(uploaded, dataset, bucket, capsys):
     def fetch():
-        shares, _ = load_mixture_meta(uploaded, ROOT / 'data')
+        shares, _ = load_mixture_meta(uploaded)
         return next(iter(shares)), 'fetching gs://' in capsys.readouterr().out
 
     folder, is_new = fetch()

@@ -205,6 +205,15 @@ def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, 
     assert 'checksums.json is missing' in capsys.readouterr().err
 
 
+def test_a_checkpoint_in_a_folder_of_another_number_is_damaged(three_checkpoints, capsys):
+    """Else its number would be of a run that has saved meanwhile, and every resume would end with "start again"."""
+    (three_checkpoints / 'ckpt' / '2').rename(three_checkpoints / 'ckpt' / '9')
+    assert choose_checkpoint(three_checkpoints)[0] == 3
+    assert 'ckpt/9 is damaged' in (said := capsys.readouterr().err) and 'it is checkpoint 2' in said
+    lock_out_dir(three_checkpoints, 3).close()
+    assert checkpoint_steps(three_checkpoints) == [3, 1]
+
+
 @pytest.mark.parametrize('path', ['../secret', '/etc', 'link', '~'])
 def test_a_checkpoint_whose_tokenizer_is_outside_of_its_run_is_none_of_ours(path, three_checkpoints, capsys):
     latest = three_checkpoints / 'ckpt' / '3'

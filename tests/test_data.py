@@ -15,7 +15,7 @@ from jax_run.data import (
     DataChanged, load_dataset, load_dataset_meta, load_ends, load_masks, load_mixture_meta, open_tokens, parse_mixture,
     read_soon)
 from jax_run.sources import open_source
-from tests.common import edit_json, refusal, write_dataset
+from tests.common import ROOT, edit_json, refusal, write_dataset
 
 # -----------------------------------------------------------------------------
 # data
@@ -202,33 +202,37 @@ def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path)
 # -----------------------------------------------------------------------------
 # mixtures
 
-def test_the_flag_dataset_is_a_folder_or_a_mixture(tmp_path):
-    shares = parse_mixture('web:0.7, code:0.25,/far/notes:0.05', tmp_path)
-    assert {folder.as_posix(): share for folder, share in shares.items()} == {
-        f'{tmp_path.as_posix()}/web': 0.7, f'{tmp_path.as_posix()}/code': 0.25, '/far/notes': 0.05}
-    (tmp_path / 'a:1').mkdir()
-    assert parse_mixture('web', tmp_path) == {tmp_path / 'web': 1} and parse_mixture('a:1', tmp_path) == {
-        tmp_path / 'a:1': 1}
+def test_the_flag_dataset_is_a_folder_or_a_mixture(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ('data/web', 'data/a:1', 'mine/code'):
+        (tmp_path / name).mkdir(parents=True)
+    web, text = Path('data/web'), ROOT / 'data' / 'text'  # data/ here, or in this program's folder
+    assert parse_mixture('web:0.7, text:0.25,/far/notes:0.05') == {web: 0.7, text: 0.25, Path('/far/notes'): 0.05}
+    assert parse_mixture('web') == {web: 1} and parse_mixture('a:1') == {Path('data/a:1'): 1}
+    # a path from here, where data/ has no such folder
+    assert parse_mixture('mine/code') == {Path('mine/code'): 1} and parse_mixture('data/web') == {web: 1}
+    assert parse_mixture('./mine:0.7,text:0.3') == {Path('mine'): 0.7, text: 0.3}
     for bad in ('web:0.7,code', 'web:0.7,code:0.4', 'web:1.5,code:-0.5', 'web:1,code:0', 'web:0.5,a/web:0.5', 'web:x',
                 'web:nan,code:0.5', 'web:0.5,,code:0.5', 'web:0.5.5,code:0.5', 'web:0.5,code:0.5,',
                 'x:web:0.5,code:0.5', 'web:0.0000001,code:0.9999999'):
-        assert 'such as web:0.7,code:0.3' in refusal(parse_mixture, bad, tmp_path)
+        assert 'such as web:0.7,code:0.3' in refusal(parse_mixture, bad)
 
 
-def test_only_data_sets_of_the_same_tokens_are_mixed(tmp_path):
+def test_only_data_sets_of_the_same_tokens_are_mixed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for name, options in {'a': {}, 'b': {}, 'c': {'chars': 'abc' * 12 + 'd'}, 'd': {'vocab_size': 38}}.items():
         write_dataset(tmp_path / name, np.arange(30), np.arange(20), **options)
-    shares, meta = load_mixture_meta('a:0.5,b:0.5', tmp_path)
-    assert shares == {tmp_path / 'a': 0.5, tmp_path / 'b': 0.5} and meta['vocab_size'] == 37
+    shares, meta = load_mixture_meta('a:0.5,b:0.5')
+    assert shares == {Path('a'): 0.5, Path('b'): 0.5} and meta['vocab_size'] == 37
     assert meta['max_id'] is None
     edit_json(tmp_path / 'a' / 'meta.json', max_id=29)
     edit_json(tmp_path / 'b' / 'meta.json', max_id=36)
-    assert load_mixture_meta('a:0.5,b:0.5', tmp_path)[1]['max_id'] == 36
+    assert load_mixture_meta('a:0.5,b:0.5')[1]['max_id'] == 36
     for other in 'cd':
-        message = refusal(load_mixture_meta, f'a:0.5,{other}:0.5', tmp_path)
-        assert f'/{other} has other tokens than' in message and 'the same --tokenizer' in message
+        message = refusal(load_mixture_meta, f'a:0.5,{other}:0.5')
+        assert f'{other} has other tokens than' in message and 'the same --tokenizer' in message
     edit_json(tmp_path / 'b' / 'meta.json', kind='pairs')
-    assert 'cannot be mixed' in refusal(load_mixture_meta, 'a:0.5,b:0.5', tmp_path)
+    assert 'cannot be mixed' in refusal(load_mixture_meta, 'a:0.5,b:0.5')
 
 
 # -----------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 import jax_devices.layout
 import jax_devices.setup
-import jax_run.checkpoints
 import jax_run.sources
 import jax_train_utils
 
@@ -25,7 +24,8 @@ import pytest
 
 from jax_flags import TextSampling, UserError, config_block
 from jax_pretrained import load_pretrained
-from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, find_damage, read_val_loss, run_folder
+from jax_run.checkpoints import (
+    DiskRun, checkpoint_steps, choose_checkpoint, find_damage, read_val_loss, run_folder)
 from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
 from jax_run.minutes import Deadline
@@ -552,15 +552,15 @@ def test_an_evaluation_that_fails_does_not_cost_what_was_trained(finished, flags
 
 @pytest.mark.slow
 def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
-    write = jax_run.checkpoints.write_checksums
+    write = DiskRun.write_checksums
 
-    def write_slowly(folder):  # Orbax calls it in a thread of its own, the save's last step but one
+    def write_slowly(run):  # Orbax calls it in a thread of its own, the save's last step but one
         if not checkpoint_steps(tmp_path):
             for _ in range(2):
                 os.kill(os.getpid(), signal.SIGTERM)
                 time.sleep(0.5)
-        write(folder)
-    monkeypatch.setattr(jax_run.checkpoints, 'write_checksums', write_slowly)
+        write(run)
+    monkeypatch.setattr(DiskRun, 'write_checksums', write_slowly)
     result = train(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000', '--save_interval=3',
                    '--keep=100')
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
@@ -841,9 +841,10 @@ def test_a_flag_that_cannot_work_is_refused_before_anything_is_written(flags, tm
 
 
 def test_an_out_dir_that_cannot_be_is_refused(flags, tmp_path):
-    (tmp_path / '[a]').mkdir()
-    assert_refused(train(tmp_path / '[a]' / 'out', *flags), r'Orbax loses the checkpoints .* \[ or \]')
-    assert list((tmp_path / '[a]').iterdir()) == []
+    for name in ('[a]', 'a\\b', 'a\udce9'):
+        (tmp_path / name).mkdir()
+        assert_refused(train(tmp_path / name / 'out', *flags), 'Orbax loses the checkpoints in a folder that has ')
+        assert list((tmp_path / name).iterdir()) == []
     (tmp_path / 'file').touch()
     assert_refused(train(tmp_path / 'file', *flags), 'cannot write to .*file')
 
