@@ -15,7 +15,8 @@ import types
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_choice, check_needs, check_ranges, config_block, read_flags, start_script)
+    UserError, check_choice, check_needs, check_ranges, config_block, is_on_command_line,
+    read_flags, start_script)
 
 # -----------------------------------------------------------------------------
 mode = 'train' # 'train', 'decode' or 'compile' (a step for other devices)
@@ -53,8 +54,8 @@ remat = 'none' # gradient checkpointing: 'dots', 'full'
 quantize = '' # 'int8' weights, as in sample_jax.py, like the next two (decode)
 cache_dtype = 'auto' # dtype of the KV cache
 n_draft = 0 # draft tokens per step
-out_dir = '' # a run, a Hugging Face folder or a ckpt.pt: its weights instead of random ones (decode)
-dataset = '' # its folder under data/: takes prompts from its val.bin instead of random ones (decode)
+out_dir = '' # a run, a Hugging Face folder or a ckpt.pt: its weights instead of random ones (decode; not in configs)
+dataset = '' # as in train_jax.py: prompts from its val.bin instead of random ones (decode; not in configs)
 plan = 'train' # the step to compile: 'train' or 'decode' (compile)
 topology = 'h100:1x8' # devices to compile for: hosts x GPUs, or a TPU slice as in 'v5e:4x4' (compile)
 fsdp = 1 # as in train_jax.py, like the next four (train, compile)
@@ -111,6 +112,11 @@ check_choice('quantize', flags['quantize'], ('', 'int8'))
 # The user's flags override a preset.
 flags.update(PRESETS[flags['preset']])
 flags.update(given)
+# In a config file of train_jax.py, out_dir and dataset are those of the training, not weights and
+# prompts for decoding.
+for name in ('out_dir', 'dataset'):
+    if not is_on_command_line(name):
+        flags[name] = ''
 globals().update(flags)
 check_ranges(flags)
 check_typed_flags()

@@ -161,9 +161,10 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
                         f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')
-    if hasattr(tokenizer, 'chars'):
+    chars = chars_of(tokenizer)
+    if chars:
         writer.add_tokenizer_model('rwkv')
-        texts = [escape_char(c) for c in tokenizer.chars]
+        texts = [escape_char(c) for c in chars]
         kinds = [types.NORMAL] * len(texts)
         begins = []
     else:
@@ -185,6 +186,22 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
         templates = [{'name': name, 'template': text} for name, text in templates.items()]
     if templates:
         writer.add_chat_template(templates)
+
+
+def chars_of(tokenizer):
+    """Returns the characters of a tokenizer in the order of their ids, or '' if its tokens are not
+    single characters. An exported folder has characters as a BPE without merges
+    (write_char_tokenizer)."""
+    if hasattr(tokenizer, 'chars'):
+        return tokenizer.chars
+    description = json.loads(tokenizer.tokenizer.to_str())
+    model = description['model']
+    has_steps = any(description[key] for key in ('normalizer', 'pre_tokenizer', 'added_tokens'))
+    if model['type'] != 'BPE' or model['merges'] or has_steps or tokenizer.encode(''):
+        return ''
+    texts = sorted(model['vocab'], key=model['vocab'].get)
+    are_single = len(''.join(texts)) == len(texts) == tokenizer.vocab_size
+    return ''.join(texts) if are_single else ''
 
 
 def escape_char(c):

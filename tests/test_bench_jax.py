@@ -88,6 +88,17 @@ def test_a_benchmark_that_cannot_be_is_refused():
 
 
 @pytest.mark.slow
+def test_the_decoding_benchmark_takes_no_weights_and_prompts_of_a_config_file(tmp_path):
+    """A config file of train_jax.py names where the training goes and which data it reads."""
+    config = tmp_path / 'config.py'
+    config.write_text("out_dir = 'out-none'; dataset = 'none'; n_layer = 1; n_head = 2; n_embd = 16; block_size = 16")
+    report = report_of(run_script(
+        'bench_jax.py', config, '--mode=decode', '--prompt_len=4', '--max_new_tokens=4', '--batch_size=2',
+        '--repeats=1', '--device=cpu:0'))
+    assert report['settings']['n_embd'] == 16
+
+
+@pytest.mark.slow
 def test_the_decoding_benchmark_takes_a_run_and_its_text(finished, dataset, monkeypatch):
     monkeypatch.setattr(jax_devices.setup, 'measure_bandwidth', lambda *args: 1e-6)  # less than is read
     reports = [report_of(run_script(

@@ -9,6 +9,7 @@ import pytest
 from jax_flags import UserError
 from jax_generate import generate
 from jax_hub.gguf_files import split_of
+from jax_hub.tokenizer_files import write_tokenizer
 from jax_hub.tokenizers import CharTokenizer, HFTokenizer
 from jax_pretrained import load_pretrained, save_pretrained
 from jax_transformer import GPTConfig, MoEConfig
@@ -137,6 +138,18 @@ def test_what_llama_cpp_does_not_have_is_refused(tmp_path):
     with pytest.raises(UserError, match='dtype must be one of float32, float16, q8_0'):
         save_pretrained(random_params(LLAMA), LLAMA, tmp_path / 'model.gguf', dtype='bfloat16')
     assert_refused(run_script('export_jax.py', '--gguf=model.gguf', '--folder=model'), 'name one new folder or file')
+
+
+def test_an_exported_folder_of_characters_makes_the_gguf_file_of_its_run(tmp_path):
+    """The model card in the folder names this command."""
+    params = random_params(LLAMA)
+    save_pretrained(params, LLAMA, tmp_path / 'run.gguf', tokenizer=CHAR_TOKENIZER)
+    save_pretrained(params, LLAMA, tmp_path / 'folder')
+    write_tokenizer(CHAR_TOKENIZER, tmp_path / 'folder')
+    succeeded(run_script('export_jax.py', f'--init_from={tmp_path / "folder"}', f'--gguf={tmp_path / "folder.gguf"}'))
+    (expected, _), (found, _) = read(tmp_path / 'run.gguf'), read(tmp_path / 'folder.gguf')
+    keys = [key for key in expected if key.startswith('tokenizer.')]
+    assert keys and all(found[key] == expected[key] for key in keys)
 
 
 @pytest.mark.parametrize('family', CONFIGS)
