@@ -761,7 +761,7 @@ class Sampling:
         for name, control in CONTROLS.items():
             value = getattr(self, name)
             is_off = value in (None, control.off)
-            if not is_off and not control.low <= value <= control.high:
+            if not is_off and not control.low <= float(value) <= control.high:
                 raise UserError(f'{name} must be {control.allowed}, not {value}')
 
 

@@ -1225,7 +1225,7 @@ def right_padded(rows: list, width: int = 0) -> np.ndarray:
 
 def power_of_two(n: int) -> int:
     """Returns the least power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+    return 1 << (int(n) - 1).bit_length()
 
 
 def four_per_octave(n: int, least: int) -> int:

@@ -773,6 +773,19 @@ def rendered_prompt(model, prompt):
     return model.tokenizer.tokenizer.decode(prompt, skip_special_tokens=False)
 
 
+def split_rows(prompts, num_samples, batch_size, done=()):
+    """Divides the samples that are still to be generated into batches. Returns a list of batches,
+    each a list of at most batch_size rows. A row is (index of the prompt, index of the sample).
+
+    prompts: lists of token ids. num_samples: the number of rows of each prompt. done: the rows that
+    already have a sample, and are left out. Rows with prompts of similar length share a batch.
+    Within a batch, rows are sorted by their indices."""
+    rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
+            if (number, index) not in done]
+    rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
+    return [sorted(rows[i:i + batch_size]) for i in range(0, len(rows), batch_size)]
+
+
 def warn_if_too_long(model, prompts):
     """Warns on stderr if a prompt has more tokens than the context of the model. prompts: lists of
     token ids."""

@@ -85,9 +85,8 @@ from jax_devices.processes import (
 from jax_devices.setup import configure_process
 from jax_generate import PrefixCache
 from jax_hub.tokenizers import check_template
-from jax_run.samples import SampleFile, digest_flags, split_rows
-from jax_text import Generation, load, rendered_prompt, warn_if_too_long
 from jax_run.speed import report_speed
+from jax_text import Generation, load, rendered_prompt, split_rows, warn_if_too_long
 
 
 def read_prompts(start, each_line, chat):
@@ -237,6 +236,7 @@ lines = [question if isinstance(question, str) else question['messages'][-1].get
 file = None
 done = {}
 if cfg.output and is_master:
+    from jax_run.samples import SampleFile, digest_flags
     file = SampleFile(cfg.output, digest_flags(flags, model.title, prompts))
     done = file.done
 if jax.process_count() > 1 and int(gather_texts(str(len(done)))[0]):

@@ -1,5 +1,6 @@
-"""Divides the samples of sample_jax.py into batches, and writes the file of samples. If a command
-was killed, the same command continues the file."""
+"""Writes the file of samples of sample_jax.py. If a command was killed, the same command continues
+the file."""
+import contextlib
 import json
 import os
 
@@ -9,6 +10,7 @@ from jax_flags import UserError, digest, read_text, write_text
 WITHOUT_EFFECT = {
     'output', 'batch_size', 'start', 'each_line', 'device', 'compile', 'stream', 'speed', 'host', 'allow', 'serve',
     'coordinator_address', 'num_processes', 'process_id'}
+BEGINNING = '{"prompt": '  # of each line
 
 
 def digest_flags(flags, title, prompts):
@@ -18,17 +20,11 @@ def digest_flags(flags, title, prompts):
     return digest([values, title, prompts])[:16]
 
 
-def split_rows(prompts, num_samples, batch_size, done=()):
-    """Divides the samples that are still to be generated into batches. Returns a list of batches,
-    each a list of at most batch_size rows. A row is (index of the prompt, index of the sample).
-
-    prompts: lists of token ids. num_samples: the number of rows of each prompt. done: the rows that
-    already have a sample, and are left out. Rows with prompts of similar length share a batch.
-    Within a batch, rows are sorted by their indices."""
-    rows = [(number, index) for number in range(len(prompts)) for index in range(num_samples)
-            if (number, index) not in done]
-    rows.sort(key=lambda row: len(prompts[row[0]]))  # stable
-    return [sorted(rows[i:i + batch_size]) for i in range(0, len(rows), batch_size)]
+def is_printed_to(path):
+    """Returns whether a file is this process's stdout or stderr, as /dev/stdout with > file."""
+    with contextlib.suppress(OSError):  # stdout is closed
+        return any(os.path.samestat(os.stat(path), os.fstat(number)) for number in (1, 2))
+    return False
 
 
 class SampleFile:
@@ -43,8 +39,11 @@ class SampleFile:
         self.digest = digest
         self.done = {}
         if os.path.isfile(path):
-            *lines, _ = read_text(path, newline='').split('\n')  # the last is incomplete or empty
-            for line in lines:
+            if is_printed_to(path):
+                raise UserError(f'output={path} is where the texts are printed: name another file')
+            *lines, rest = read_text(path, newline='').split('\n')
+            is_incomplete = rest.startswith(BEGINNING) or BEGINNING.startswith(rest)
+            for line in lines if is_incomplete else [*lines, rest]:
                 self.keep(line)
         elif os.path.exists(path):
             return  # a pipe, or /dev/stdout

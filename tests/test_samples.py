@@ -2,12 +2,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
-from jax_run.samples import SampleFile, digest_flags, split_rows
-from tests.common import assert_refused, refusal, sample, samples_of, start, succeeded, wait_for
+from jax_run.samples import SampleFile, digest_flags
+from jax_text import split_rows
+from tests.common import ROOT, assert_refused, refusal, sample, samples_of, start, succeeded, wait_for
 
 FLAGS = ['--num_samples=3', '--max_new_tokens=20']
 
@@ -53,10 +56,17 @@ def test_texts_do_not_depend_on_the_batches_and_a_cut_file_is_continued(finished
 
 
 def test_a_file_of_another_program_is_not_touched(tmp_path):
-    for text in ('my notes\n', '{"a": 1}\n', '[1]\n'):
+    for text in ('my notes\n', '{"a": 1}\n', '[1]\n', 'my only line, without a newline', '{"a'):
         (tmp_path / 'f').write_text(text)
         assert 'holds samples of other flags' in refusal(SampleFile, tmp_path / 'f', 'x')
         assert (tmp_path / 'f').read_text() == text
+
+
+def test_the_file_where_the_texts_are_printed_is_refused(tmp_path):
+    code = 'from jax_run.samples import SampleFile; SampleFile("/dev/stdout", "x")'
+    with open(tmp_path / 'all.txt', 'w') as stdout:
+        done = subprocess.run([sys.executable, '-c', code], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert 'output=/dev/stdout is where the texts are printed' in done.stderr
 
 
 def test_what_no_text_depends_on_is_not_in_the_digest():
