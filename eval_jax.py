@@ -205,15 +205,17 @@ def read_bundle(folder):
         # The tasks, each with the file of its items.
         for task in yaml.safe_load(read_text(path_inside(folder, 'core.yaml')))['icl_tasks']:
             label = text_of(task, 'label')
-            n_examples = task['num_fewshot'][0]
-            if type(n_examples) is not int or n_examples < 0:
+            counts = task['num_fewshot']
+            if len(counts) != 1 or type(counts[0]) is not int or counts[0] < 0:
                 raise ValueError('num_fewshot must be a list of one number')
             path = path_inside(folder, f"eval_data/{text_of(task, 'dataset_uri')}")
             items = read_items(path, text_of(task, 'icl_task_type'))
             # as nanochat does, because examples are drawn from the shuffled items
             random.Random(1337).shuffle(items)
             delimiter = text_of(task, 'continuation_delimiter', ' ')
-            read.append((label, items, n_examples, delimiter, guessing[label]))
+            read.append((label, items, counts[0], delimiter, guessing[label]))
+        if not read:
+            raise ValueError('icl_tasks is empty')
     except UserError:
         raise
     except (yaml.YAMLError, csv.Error, LookupError, AttributeError, TypeError, ValueError,

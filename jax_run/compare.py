@@ -172,7 +172,10 @@ def draw(runs, x):
     colors = colormaps['viridis'].resampled(len(runs)) if is_crowded else None
     for i, run in enumerate(runs):
         positions, train, val = zip(*run['points'])
-        label = f'{run["folder"]}, best {run["best"]:.4f}'
+        # matplotlib reads $...$ as mathematics, and leaves out labels that begin with _
+        name = run['folder'].replace('$', r'\$')
+        prefix = './' if name.startswith('_') else ''
+        label = f'{prefix}{name}, best {run["best"]:.4f}'
         if run['marked']:
             label += f' on {run["marked"]["val data"]}'
         if i >= NAMED:

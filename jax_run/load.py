@@ -77,16 +77,15 @@ def load_base(lora, config, layout, change):
     return params, crc
 
 
-def check_place(lora):
+def check_place(lora, remedy='name its new place with --base=FOLDER'):
     """Raises UserError if the base model of a LoRA run has moved, that is, if lora['base'] is an
-    absolute path or a URL that no longer exists."""
+    absolute path or a URL that no longer exists. remedy: the end of the message."""
     base = lora['base']
     has_gone = os.path.isabs(base) and not os.path.exists(base)
     if is_url(base):
         has_gone = not is_checkpoint(base)
     if has_gone:
-        raise UserError(f'{base}, the model that LoRA has updated, does not exist; name its new '
-                        'place with --base=FOLDER')
+        raise UserError(f'{base}, the model that LoRA has updated, does not exist; {remedy}')
 
 
 def check_checksum(lora, crc):
@@ -115,6 +114,8 @@ def load_start_weights(source, config, layout, change=None):
     saved = GPTConfig(**meta['model'])
     params = restore_params(out_dir, step, saved, meta, OnHost())
     if meta.get('lora'):
+        check_place(meta['lora'], f'put it back, or export {out_dir} to a folder, with --base=WHERE '
+                    'THAT MODEL IS NOW, and name this folder with --base=FOLDER')
         params = load_merged(meta['lora'], saved, OnHost(), params)
 
     # move one parameter after the other to its devices, in the order of load_pretrained: so the

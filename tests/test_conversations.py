@@ -461,6 +461,9 @@ def test_the_script_says_which_columns_it_did_not_read_and_leaves_out_equal_pair
     assert '1 rows left out: "chosen" and "rejected" are the same' in lines
     assert lines[-1] == 'columns of rows that were not read: "score" of 4, "source" of 1'
     assert 'train has 2 pairs' in '\n'.join(lines)
+    (tmp_path / 'b.jsonl').write_text((json.dumps(pair | {'rejected': 'cd'}) + '\n') * 3)
+    said = prepare('chat', tmp_path / 'b.jsonl', f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "b"}')
+    assert_refused(said, 'has 0 conversations, .*; 3 rows left out: "chosen" and "rejected" are the same')
 
 
 def test_lines_that_are_arrays_of_messages_are_conversations(made, tmp_path):

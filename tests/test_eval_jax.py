@@ -257,13 +257,20 @@ def test_a_bundle_reads_no_task_outside_of_its_folder(uri, run, tmp_path):
 
 @pytest.mark.parametrize('task, message', [
     ('[' * 5000, 'RecursionError'), ('3', "'int' object"), ('{label: [a]}', 'label must be a text'),
-    ('{label: a, num_fewshot: [x]}', 'num_fewshot must be'), ('{label: a, num_fewshot: []}', 'IndexError'),
+    ('{label: a, num_fewshot: [x]}', 'num_fewshot must be'), ('{label: a, num_fewshot: []}', 'num_fewshot must be'),
+    ('{label: a, num_fewshot: [0, 1]}', 'num_fewshot must be a list of one'),
     ('{label: a, num_fewshot: [1], dataset_uri: {}}', 'dataset_uri must be a text')])
 def test_a_bundle_whose_types_are_wrong_is_refused_in_one_line(tmp_path, task, message):
     (tmp_path / 'core.yaml').write_text(f'icl_tasks:\n- {task}\n')
     (tmp_path / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\na,25\n')
     done = run_script('eval_jax.py', '--out_dir=none', f'--tasks={tmp_path}')
     assert_refused(done, f'not in the form of the CORE bundle .*{message}')
+
+
+def test_a_bundle_without_tasks_is_refused(tmp_path):
+    (tmp_path / 'core.yaml').write_text('icl_tasks: []\n')
+    (tmp_path / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\na,25\n')
+    assert_refused(run_script('eval_jax.py', '--out_dir=none', f'--tasks={tmp_path}'), 'icl_tasks is empty')
 
 
 def test_two_tasks_of_one_name_and_none_at_all_are_refused(run, tmp_path):

@@ -165,6 +165,21 @@ def test_the_adapter_of_a_run_on_top_of_another_run_is_for_the_folder_to_which_t
 
 
 @pytest.mark.slow
+def test_a_base_of_the_base_that_has_gone_is_replaced_by_an_export_of_the_base(data, base, tmp_path):
+    here = copy_folder(base, tmp_path)
+    first, second, folder = tmp_path / 'first', tmp_path / 'second', tmp_path / 'folder'
+    flags = [f'--dataset={data}', *FLAGS, '--max_iters=2']
+    succeeded(train(first, *flags, f'--init_from={here}'))
+    succeeded(train(second, *flags, f'--init_from={first}'))
+    prompt = ['--start=0', '--num_samples=1', '--max_new_tokens=20']
+    text = succeeded(sample(second, *prompt)).stdout
+    there = here.rename(tmp_path / 'elsewhere')
+    assert_refused(sample(second, *prompt, f'--base={first}'), f'put it back, or export {first} to a folder, with ')
+    succeeded(run_script('export_jax.py', f'--out_dir={first}', f'--base={there}', f'--folder={folder}'))
+    assert succeeded(sample(second, *prompt, f'--base={folder}')).stdout == text
+
+
+@pytest.mark.slow
 def test_a_lora_run_that_samples_has_the_same_bits_and_sample_jax_gives_its_samples(plain_run, tmp_path):
     flags, out = plain_run
     succeeded(train(tmp_path, *flags, '--sample_prompt=01'))

@@ -1,6 +1,7 @@
 """plot_jax.py: runs in one picture and one table."""
 import json
 import os
+from pathlib import Path
 
 from jax_run.compare import compare_runs, read_run
 from tests.common import assert_refused, refusal, run_script, succeeded
@@ -48,6 +49,9 @@ def test_a_run_without_an_evaluation_is_refused_and_no_picture_drawn(tmp_path):
     b = write_run(tmp_path / 'out-b', 0.1, [3.0])
     for output in ('none/x.png', 'x.foo'):
         assert_refused(run_script('plot_jax.py', b, f'--output={tmp_path / output}'), 'cannot write .*' + output)
+    assert_refused(run_script('plot_jax.py', b, '--output='), 'output= is no file')
+    result = succeeded(run_script('plot_jax.py', b, f'--output={tmp_path / "x"}'))
+    assert result.stdout.splitlines()[-1] == f'saved {tmp_path / "x.png"}' and (tmp_path / 'x.png').exists()
     for folders in ([], str(b)):
         assert 'are a list of folders' in refusal(compare_runs, folders)
 
@@ -70,6 +74,15 @@ def test_runs_that_count_other_bytes_are_told_apart(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert 'bits per byte of the text' in printed.splitlines()[2] + printed.splitlines()[1]
     assert printed.count('of the text') == 1
+
+
+def test_any_name_of_a_run_is_in_the_legend(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [write_run(Path(name), 0.1, [3.0]).name for name in ('_under', 'a$_$b')]
+    figure = compare_runs(names)
+    figure.draw_without_rendering()
+    shown = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert shown == ['./_under, best 3.0000', r'a\$_\$b, best 3.0000', 'train']
 
 
 def test_the_legend_of_many_runs_stands_beside_the_axes_and_names_the_best(tmp_path):

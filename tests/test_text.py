@@ -70,6 +70,14 @@ def variance_beside_independent_draws(draw, n_seeds=40):
     return is_early.mean(1).var(ddof=1) / (of_each_text.sum() / is_early.shape[1]**2)
 
 
+@pytest.mark.filterwarnings('error')
+def test_numbers_may_be_those_of_numpy(run):
+    model = load(run)
+    numbers = {'max_new_tokens': 6, 'top_k': 3, 'temperature': 0.5, 'seed': 4}
+    theirs = {name: np.float32(n) if name == 'temperature' else np.int64(n) for name, n in numbers.items()}
+    assert model.generate('the fox', **theirs) == model.generate('the fox', **numbers)
+
+
 def test_samples_of_different_prompts_are_independent(run):
     model = random_model(run)
     letters = model.tokenizer.chars.strip()

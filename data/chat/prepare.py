@@ -405,16 +405,17 @@ def main():
     n_train = min(n_examples - 1, int(n_examples*0.9))  # the last tenth is for validation
     kind = 'chats' if read.n_each == 1 else 'pairs'
     try:
+        left_out = [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
         if n_train < 1:
-            fail(f'{args.input} has {n_examples} conversations, too few for a train and a val '
-                 'part; give it at least 2')
+            fail('; '.join([f'{args.input} has {n_examples} conversations, too few for a train and '
+                            'a val part; give it at least 2', *left_out]))
         check_prompts(told, n_examples * read.n_each, enc)
         if kind == 'pairs' and args.rows:
             fail('--rows packs conversations, not pairs')
 
         # The two splits: their ids, masks and, of pairs, ends.
         said = [f'{n:,} rows read as {form}' for form, n in told.forms.items() if form]
-        said += [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
+        said += left_out
         files = {}
         n_bytes = {}
         for split, first, end in (('train', 0, n_train), ('val', n_train, n_examples)):
