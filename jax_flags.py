@@ -810,7 +810,7 @@ def is_in_bucket(flag, path):
         return False
     if str(path).startswith('gs://'):
         return True
-    why = 'of addresses only gs:// is supported'
+    why = 'gs:// is the only address that is supported'
     if str(path).startswith('s3://'):
         why = ('Orbax 0.12, which writes the checkpoints, takes s3:// for a folder on this disk '
                '(google/orbax#359)')

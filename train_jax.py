@@ -121,7 +121,7 @@ from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import (
     StopSignal, check_agreement, initialize_distributed, signal_name)
 from jax_devices.setup import Stopwatch, configure_process, device_peak_flops, is_synchronous
-from jax_run.checkpoints import comparable_since, run_folder
+from jax_run.checkpoints import checkpoint_steps, comparable_since, read_val_loss, run_folder
 from jax_run.log import Profile, RunLog
 from jax_run.manifest import flags_of, open_manifest
 from jax_run.minutes import Deadline, first_batch, iterations_that_fit, say_if_few_iterations
@@ -281,7 +281,6 @@ with contextlib.ExitStack() as at_end:
     iter_num = run.iter_num
     begins_anew = comparable_since(manifest) == iter_num  # earlier losses do not compare
     best_val_loss = NO_LOSS if begins_anew else run.best_val_loss
-    best_iter = None  # the iteration of best_val_loss, None for one before a resume
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled
     while True:
@@ -312,7 +311,6 @@ with contextlib.ExitStack() as at_end:
             is_best = val_loss < best_val_loss
             if is_best:
                 best_val_loss = val_loss
-                best_iter = iter_num
             out.record_val_loss(iter_num, val_loss)
 
         # save a checkpoint: after an evaluation, if it is the best or always_save_checkpoint; every
@@ -358,7 +356,8 @@ if not stop_signal and not iter_num:
     print('saved nothing: there was no iteration')
 elif not stop_signal:
     best = f', best val loss {best_val_loss:.4f}' if best_val_loss < NO_LOSS else ''
-    if best_iter == 0:
+    kept = [read_val_loss(files / 'ckpt' / str(step)) for step in checkpoint_steps(cfg.out_dir)]
+    if best and best_val_loss not in kept:  # that of the model before its first update
         best += ' before training: no checkpoint is better'
     sample = 'sample-jax' if INSTALLED.is_dir() else 'python sample_jax.py'
     print(f'saved {cfg.out_dir} (iteration {iter_num}{best}); next: {sample} --out_dir={folder}')

@@ -170,7 +170,7 @@ def open_run(flags, given):
 
     # --minutes has yet to measure the length of a new run, or of a run that was stopped before it
     # was measured
-    is_measured = flags['minutes'] > 0 and not (resumed and flags['max_iters'])
+    is_measured = flags['minutes'] > 0 and not (resumed and resumed['flags']['max_iters'])
     return Run(flags, given, devices, dtype, resumed, shares, meta, model,
                has_length=not is_measured)
 

@@ -66,7 +66,7 @@ def test_compressed_files_are_read_whole_or_refused(tmp_path, reading, end, comp
         assert reading.ending(str(path)) == name[1:]
         assert reading.read_text(str(path)).encode() == content
         path.write_bytes(packed[:-3])
-        with pytest.raises(UserError, match='cannot read .*whole'):
+        with pytest.raises(UserError, match='cannot read .*complete'):
             list(reading.read_rows(str(path)))
 
 

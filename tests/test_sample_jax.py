@@ -171,7 +171,7 @@ def test_resuming_or_sampling_nothing_is_refused(tmp_path):
 @pytest.mark.parametrize('bad, message', [
     (['--system=x'], 'nothing reads system=x without a chat'),
     (['--output=.'], 'output=. is a folder'),
-    (['--init_from=gpt2'], 'out_dir is of a run, and init_from=gpt2 is another model'),
+    (['--init_from=gpt2'], 'out_dir is for a run, but init_from=gpt2 is another model'),
     ([f'--stop={"[" * 100_000}'], 'stop begins with .* and is not JSON'),
     (['--quantize=int4'], "quantize must be one of int8, not 'int4'"),
     (['--cache_dtype=int4'], 'cache_dtype must be one of'),

@@ -324,6 +324,8 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     assert final_state(part) == final_state(whole)
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
+    ended = succeeded(train(part, *RESUME, '--max_iters=0')).stdout
+    assert 'already at max_iters=0' in ended and 'minutes=0.05: ' not in ended
     assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run: .*max_iters=')
 
 
@@ -605,6 +607,13 @@ def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_
     assert choose_checkpoint(run_copy)[0] == 1
 
 
+def test_the_last_line_says_if_the_best_loss_is_of_no_checkpoint_also_after_a_resume(flags, tmp_path):
+    worse = [*flags, '--learning_rate=10', '--eval_interval=3', '--eval_iters=2']
+    for command in ([*worse, '--max_iters=3'], [*RESUME, '--max_iters=6']):
+        said = succeeded(train(tmp_path, *command)).stdout
+        assert ' before training: no checkpoint is better); next: python sample_jax.py' in said
+
+
 @pytest.mark.slow
 def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path):
     # with a learning rate of 0 nothing improves: saved is the first evaluation that may be, and the end
@@ -613,7 +622,7 @@ def test_always_save_checkpoint_false_saves_only_what_is_better(flags, tmp_path)
     said = succeeded(train(constant, *flags, '--learning_rate=0', '--min_lr=0', '--max_iters=40')).stdout
     assert len({record['val_loss'] for record in records_of(constant, 'val_loss')}) == 1
     assert saved_iterations(constant) == [40]
-    assert ' before training: no checkpoint is better); next: python sample_jax.py' in said
+    assert 'before training' not in said  # the last checkpoint is as good
     long = ['--max_iters=100000', '--lr_decay_iters=100000', '--warmup_iters=100']
     process = start('train_jax.py', f'--out_dir={better}', *flags, *long)
     wait_for_iteration(better, 25, process)

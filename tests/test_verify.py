@@ -193,17 +193,28 @@ def test_a_row_of_five_minutes_can_be_checked(row, tmp_path):
         assert [line for line in checked.stdout.splitlines() if line.startswith('seed ')] == [
             'seed 1, 6 of 6 iterations: the same bits', 'seed 2, 6 of 6 iterations: the same bits']
 
-    # a row that claims what was not trained
+    # a row that claims a better model than it trained, in losses or in bits per byte
+    values['seeds'][0]['bits_per_byte'] -= 1
+    other = tmp_path / 'other.json'
+    other.write_text(json.dumps(values))
+    result = run_script('tools/five_minutes.py', f'--check={other}', '--all')
+    assert result.returncode == 1
+    assert 'seed 1, 6 of 6 iterations: differs, losses or bits per byte by up to 1\n' in result.stdout
+    values['seeds'][0]['bits_per_byte'] += 1
     values['seeds'][0]['losses']['3'] -= 0.5
     values['seeds'][1]['digest_begin'] = '0' * 16
     values['manifest']['sources']['jax_ops/layers.py'] = 'abc'
-    other = tmp_path / 'other.json'
     other.write_text(json.dumps(values))
     result = run_script('tools/five_minutes.py', f'--check={other}')
     assert result.returncode == 1
-    assert 'seed 1, 6 of 6 iterations: differs, losses by up to 0.5\n' in result.stdout
-    assert 'seed 2, 6 of 6 iterations: differs, losses by up to 0\n' in result.stdout
+    assert 'seed 1, 6 of 6 iterations: differs, losses or bits per byte by up to 0.5\n' in result.stdout
+    assert 'seed 2, 6 of 6 iterations: differs, losses or bits per byte by up to 0\n' in result.stdout
     assert result.stdout.count('source jax_ops/layers.py: abc in the row, ') == 1  # not for each seed
+    # nothing to compare
+    values['seeds'][0]['losses'] = {}
+    for content, message in ((values, 'no losses of seed 1'), ({'a': 1}, 'lacks config, flags, manifest, seeds')):
+        other.write_text(json.dumps(content))
+        assert_refused(run_script('tools/five_minutes.py', f'--check={other}'), message)
 
 
 def test_our_row_of_five_minutes_is_that_of_the_table(capsys):

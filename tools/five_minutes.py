@@ -13,7 +13,8 @@ file has the manifest of the first run, and for each seed the number of iteratio
 byte, the losses of the log, and digests of the weights after 100 iterations and at the end.
 
 On the same kind of machine, with the same versions, --check demands the same bits. Elsewhere it
-demands that no loss differs by more than BOUND (jax_run/verify.py). Exit code: 0 if the results
+demands that no loss differs by more than BOUND (jax_run/verify.py). The bits per byte are measured
+at the end of a run, so only --all compares them. Exit code: 0 if the results
 agree, 1 if not, 2 if the row cannot be checked.
 """
 import argparse
@@ -55,17 +56,23 @@ def describe(out_dir):
     return digest_weights(out_dir), losses, read_json(Path(out_dir, 'config.json'))
 
 
+def last_evaluation(said):
+    """Returns (iteration, bits per byte of val), two texts, of the last evaluation in `said`, the
+    stdout of train_jax.py."""
+    return re.findall(r'^step (\d+): .*val bpb ([\d.]+)', said, re.M)[-1]
+
+
 def train_beginning(config, flags, one, n):
     """Repeats the first n iterations of a seed's training. Returns (digest of the weights;
-    {iteration: loss}; manifest). config: the path of a config file. flags: a list of further flags.
-    one: the results of the seed, a dict that run() returns. The seed and the learning rate schedule
-    are taken from this dict."""
+    {iteration: loss}; bits per byte after n iterations; manifest). config: the path of a config
+    file. flags: a list of further flags. one: the results of the seed, a dict that run() returns.
+    The seed and the learning rate schedule are taken from this dict."""
     with tempfile.TemporaryDirectory() as folder:
-        train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
-              f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
-              f"--earlier_ends={one.get('earlier_ends', '')}", '--sample_prompt=', f'--out_dir={folder}/out')
+        said = train(config, *flags, f"--seed={one['seed']}", '--minutes=0', f'--max_iters={n}',
+                     f"--lr_decay_iters={one['lr_decay_iters']}", f"--warmup_iters={one['warmup_iters']}",
+                     f"--earlier_ends={one.get('earlier_ends', '')}", '--sample_prompt=', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
-    return digest, losses, settings['manifest']
+    return digest, losses, float(last_evaluation(said)[1]), settings['manifest']
 
 
 def run(config, seed, flags):
@@ -79,7 +86,7 @@ def run(config, seed, flags):
         said = train(config, *flags, f'--seed={seed}', f'--out_dir={folder}/out')
         digest, losses, settings = describe(f'{folder}/out')
     device = re.search(r'^(\d+ x .*), compute in (\w+)', said, re.M)
-    n_iters, bits = re.findall(r'^step (\d+): .*val bpb ([\d.]+)', said, re.M)[-1]
+    n_iters, bits = last_evaluation(said)
     print(f'seed {seed}: {n_iters} iterations, {bits} bits per byte', file=sys.stderr)
     one = {
         'seed': seed, 'iterations': int(n_iters), 'bits_per_byte': float(bits), 'losses': losses,
@@ -117,14 +124,19 @@ def check(row, flags, has_all):
     otherwise trains the first N_CHECKED, or all if a run has fewer.
 
     Prints what differs from the runs in `row`, such as versions, and a line for each seed. Returns
-    the exit code: 0 if all results agree, else 1. Raises UserError if the data differ."""
+    the exit code: 0 if all results agree, else 1. Raises UserError if `row` is none, if it has no
+    losses, or if the data differ."""
     from jax_run.manifest import find_changed, find_machine, list_changes
     from jax_run.verify import BOUND
+    missing = {'config', 'flags', 'manifest', 'seeds'} - row.keys()
+    if missing:
+        raise UserError(f'this is not what --save has written: it lacks {", ".join(sorted(missing))}')
     code = 0
+    n_whole = 0  # the seeds trained to their end, where the bits per byte are measured
     for one in row['seeds']:
         # what differs by name
         n = one['iterations'] if has_all else min(N_CHECKED, one['iterations'])
-        digest, losses, manifest = train_beginning(row['config'], [*row['flags'], *flags], one, n)
+        digest, losses, bits, manifest = train_beginning(row['config'], [*row['flags'], *flags], one, n)
         known = row['manifest']
         changed = find_changed(known, manifest)
         for name in ('seed', 'lr_decay_iters', 'warmup_iters', 'earlier_ends'):  # of the first seed in the row
@@ -138,7 +150,13 @@ def check(row, flags, has_all):
             raise UserError(f"{row['config']}: the data are not those of the row")
 
         # the same bits, or losses that are near
-        gap = max((abs(loss - losses[i]) for i, loss in one['losses'].items() if i in losses), default=0.0)
+        gaps = [abs(loss - losses[i]) for i, loss in one['losses'].items() if i in losses]
+        if not gaps:
+            raise UserError(f"the row has no losses of seed {one['seed']} to compare")
+        if n == one['iterations']:
+            gaps.append(abs(bits - one['bits_per_byte']))
+            n_whole += 1
+        gap = max(gaps)
         what = f"seed {one['seed']}, {n:,} of {one['iterations']:,} iterations"
         is_same = digest == one['digest_end' if has_all else 'digest_begin'] and not gap
         is_elsewhere = find_machine(known) != find_machine(manifest) or 'versions' in changed
@@ -147,9 +165,16 @@ def check(row, flags, has_all):
         elif is_elsewhere and gap <= BOUND:
             print(f'{what}: another machine or version, losses within {gap:.2g} (at most {BOUND:g} is expected)')
         else:
-            print(f'{what}: differs, losses by up to {gap:.3g}')
+            print(f'{what}: differs, losses or bits per byte by up to {gap:.3g}')
             code = 1
+    if n_whole < len(row['seeds']):
+        print('the bits per byte were not compared, which are measured at the end: --all compares them')
     return code
+
+
+def read_seeds(text):
+    """Returns the whole numbers in the flag --seeds, such as '1337,1338'."""
+    return [int(seed) for seed in text.split(',')]
 
 
 def main():
@@ -158,7 +183,7 @@ def main():
     compares the results with the row, see check."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--seeds', default='1337,1338,1339')
+    parser.add_argument('--seeds', type=read_seeds, default='1337,1338,1339')
     parser.add_argument('--config', default=CONFIG, help=f'another config file than {CONFIG}')
     parser.add_argument('--save', metavar='FILE', help='write what --check reads')
     parser.add_argument('--check', metavar='FILE', help='train the beginning of each seed of a row again')
@@ -166,7 +191,7 @@ def main():
     args, flags = parser.parse_known_args()
     if args.check:
         sys.exit(check(read_json(Path(args.check)), flags, args.all))
-    seeds, devices, manifests = zip(*[run(args.config, int(seed), flags) for seed in args.seeds.split(',')])
+    seeds, devices, manifests = zip(*[run(args.config, seed, flags) for seed in args.seeds])
     row = {
         'format': 1, 'config': args.config, 'flags': flags, 'machine': cpu_model(), 'cores': os.cpu_count(),
         'device': devices[0], 'jax': version('jax'), 'seeds': seeds, 'manifest': manifests[0]}
