@@ -369,14 +369,17 @@ def run_config_file(path, flags):
     except Exception as error:
         raise UserError(f'config file {path}: {type(error).__name__}: {error}') from error
 
-    # The file's own assignments, and changes by other files that it runs.
+    # The file's own assignments.
     given = {}
     for name in assigned_names(tree):
         if name in values and not name.startswith('_'):
             given[name] = values[name]
-    for name, before in flags.items():
-        value = values.get(name, before)
-        if repr(value) != repr(before):
+    # What other files that it runs have assigned: changes of flags, and mistyped flags.
+    for name, value in values.items():
+        is_changed = name in flags and repr(value) != repr(flags[name])
+        is_mistyped = (name not in flags and not name.startswith('_') and nearest_names(name, flags)
+                       and isinstance(value, int | float | str))
+        if is_changed or is_mistyped:
             given[name] = value
     return given
 
@@ -437,7 +440,8 @@ def hint_for(name, flags, script):
         near = [ALIASES[name]]
     if near:
         return f'did you mean --{" or --".join(near)}?'
-    return f'python {Path(script).name} --help lists all flags'
+    return (f'python {Path(script).name} --help lists all flags (other variables of a config file '
+            'begin with _)')
 
 
 def assigned_names(tree):

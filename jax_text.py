@@ -443,6 +443,8 @@ class TextModel:
         Raises UserError for an empty prompt, and for anything that the tokenizer or the chat
         template does not know."""
         # the chat template makes a text of messages, with all special tokens
+        if not isinstance(prompt, str | list | tuple):
+            raise UserError(f'a prompt is a text or a list of messages, not {prompt!r:.60}')
         if not isinstance(prompt, str):
             check_template(self.tokenizer)
             return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, exit_on_user_error, new_file, write_json
+from jax_flags import UserError, new_file, start_script, write_json
 
-sys.excepthook = exit_on_user_error  # before the first package, which may be missing
+start_script()  # before the first package, which may be missing
 
 import numpy as np  # other imports are in the functions, because most scripts need few
 

@@ -50,6 +50,7 @@ class Chat:
             self.system = [{'role': 'system', 'content': system}]
             check_is_written(model.tokenizer, [*self.system, {'role': 'user', 'content': 'x'}])
         self.messages = []  # the user's and the model's, in turn
+        self.saved_to = ''  # the file that /save has made of this conversation
         self.n_answers = 0
         self.prefix_cache = PrefixCache()
 
@@ -84,6 +85,7 @@ class Chat:
             print(f'({COMMANDS})')
         elif line == '/clear':
             self.messages = []
+            self.saved_to = ''
         elif line == '/save':
             print('(/save needs the name of a file)')
         elif line.startswith('/save '):
@@ -163,12 +165,16 @@ class Chat:
 
     def save(self, path):
         """Writes the conversation as one line of JSON, {"messages": [{"role": ..., "content":
-        ...}]}."""
+        ...}]}. Overwrites no file but that of an earlier /save of this conversation."""
+        if path != self.saved_to and os.path.isfile(path):
+            print(f'error: {path} exists; name another file')
+            return
         n_turns = len(self.messages) // 2
         try:
             text = json.dumps({'messages': self.system + self.messages}, ensure_ascii=False)
             Path(path).write_text(f'{text}\n', encoding='utf-8')
             turns = '1 turn' if n_turns == 1 else f'{n_turns} turns'
             print(f'({turns} in {path})')
+            self.saved_to = path
         except (OSError, ValueError) as error:  # ValueError: a name with a NUL
             print(f'error: cannot write {path}: {error}')

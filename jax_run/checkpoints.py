@@ -330,7 +330,9 @@ def list_steps(folder):
     """Returns the iterations of the complete checkpoints in the folder ckpt/, the latest first."""
     if not folder.is_dir():
         return []
-    names = [path.name for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()]
+    # Python also takes digits of other scripts for decimal.
+    names = [path.name for path in folder.iterdir()
+             if path.name.isascii() and path.name.isdecimal() and path.is_dir()]
     return sorted(map(int, names), reverse=True)
 
 

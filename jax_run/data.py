@@ -77,7 +77,8 @@ def remedy_for(data_dir):
         return f'run: prepare-jax {data_dir.name}'
     if prepare.exists():
         return f'run: python {shlex.quote(str(prepare))}'
-    return f'there is no {prepare} to make it; see "Your own text" in README.md'
+    return (f'there is no {prepare} to make it; name the place where it is with --dataset, or see '
+            '"Your own text" in README.md')
 
 
 # the meta.json of a folder that has none

@@ -226,7 +226,7 @@ def test_a_checkpoint_whose_tokenizer_is_outside_of_its_run_is_none_of_ours(path
 
 
 def test_only_folders_with_a_number_as_their_name_are_checkpoints(tmp_path):
-    for name in ('3', '\u00b2', '4.damaged'):
+    for name in ('3', '\u00b2', '\uff19', '4.damaged'):
         (tmp_path / 'ckpt' / name).mkdir(parents=True)
     (tmp_path / 'ckpt' / '5').touch()
     assert checkpoint_steps(tmp_path) == [3]

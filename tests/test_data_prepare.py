@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -374,6 +375,12 @@ def test_a_closed_stdout_ends_a_script_quietly_with_its_data_set(tmp_path, env):
     done = subprocess.run(command(*args), stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300, env=env)
     os.close(writer)
     assert done.stderr == ''
+    read(tmp_path / 'out')
+
+
+def test_a_closed_stderr_does_not_end_a_script(tmp_path, env):
+    args = command('text', text_file(tmp_path, TEXT), '--tokenizer=char', '--out_dir', tmp_path / 'out')
+    subprocess.run(f'{shlex.join(map(str, args))} 2>&-', shell=True, check=True, timeout=300, env=env)
     read(tmp_path / 'out')
 
 

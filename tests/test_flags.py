@@ -104,7 +104,8 @@ def test_a_drive_of_windows_is_no_url(path, expected):
     ('batch_sise = 3', 'unknown flag --batch_sise'),
     ('batch_size = ', 'SyntaxError'),
     ('batch_size = 1 / 0', 'ZeroDivisionError'),
-    ('batch_size = "12"', 'type int')])
+    ('batch_size = "12"', 'type int'),
+    ('exec("batch_sise = 3")', 'unknown flag --batch_sise')])  # as of another file that it runs
 def test_a_config_file_that_is_wrong_is_refused(read, tmp_path, text, message):
     (tmp_path / 'config.py').write_text(text)
     with pytest.raises(UserError, match=message):

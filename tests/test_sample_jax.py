@@ -255,6 +255,16 @@ def test_a_chat_keeps_what_was_said_and_answers_again(speaking, tmp_path, monkey
     assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': second}]
 
 
+def test_a_conversation_is_saved_again_into_its_file_but_into_no_other(speaking, tmp_path, monkeypatch):
+    file = tmp_path / 'chat.json'
+    lines = ['ab', f'/save {file}', 'ab', f'/save {file}', '/clear', 'ba', f'/save {file}']
+    monkeypatch.setattr('sys.stdin', io.StringIO('\n'.join(lines)))
+    said = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=2')).stdout
+    assert f'(1 turn in {file})' in said and f'(2 turns in {file})' in said
+    assert f'error: {file} exists; name another file' in said
+    assert [turn['content'] for turn in json.loads(file.read_text())['messages'][::2]] == ['ab', 'ab']
+
+
 @pytest.mark.parametrize('leave', ['/exit', '/quit'])
 def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking, monkeypatch):
     monkeypatch.setattr('jax_text.start_rows', None)  # an answer would fail

@@ -255,6 +255,7 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     (lambda model: model.generate(['the'], seed='x'), UserError, 'seed must be a whole number'),
     (lambda model: model.generate(['the'], stop=None), UserError, 'stop must be a text or a list of texts, not None'),
     (lambda model: model.generate(['the'], num_samples=0), UserError, 'num_samples must be at least 1'),
+    (lambda model: model.logits(b'the'), UserError, 'a prompt is a text or a list of messages, not b.the'),
     (lambda model: [*model.serve('the')], UserError, 'serve takes a list of requests'),
     (lambda model: [*model.serve({'prompt': 'the'})], UserError, 'serve takes a list of requests'),
     (lambda model: model.generate(['the'], seed=2**32), UserError, 'seed must be in'),
