@@ -228,14 +228,16 @@ class TextModel:
 
         A continuation depends only on the text, the options and the index of the sample, not on the
         batch: generate([text] * 8) gives eight equal results, generate(text, num_samples=8) eight
-        different ones.
+        different ones. A text longer than the context is continued from its last tokens, with a
+        warning on stderr.
         sampling: a TextSampling. changes: fields of TextSampling by name, as max_new_tokens=100.
         For the other parameters see Generation. Raises UserError for an invalid text or option."""
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'generate')
-        generation = Generation(
-            self, [self.encode(text) for text in texts], dataclasses.replace(sampling, **changes),
-            num_samples=num_samples, first_sample=first_sample, prefix_cache=prefix_cache)
+        prompts = [self.encode(text) for text in texts]
+        generation = self.continue_prompts(
+            prompts, sampling, changes, num_samples=num_samples, first_sample=first_sample,
+            prefix_cache=prefix_cache)
         generated = generation.finish().texts
         return generated[0] if is_one and num_samples == 1 else generated
 
@@ -252,9 +254,9 @@ class TextModel:
         if is_chat and not is_list_of(prompt, dict):
             raise UserError('stream takes one text, or the messages of one chat; for several texts '
                             'call generate')
-        generation = Generation(
-            self, [self.encode(prompt)], dataclasses.replace(sampling, **changes),
-            first_sample=first_sample, streaming=True, prefix_cache=prefix_cache)
+        generation = self.continue_prompts(
+            [self.encode(prompt)], sampling, changes, first_sample=first_sample, streaming=True,
+            prefix_cache=prefix_cache)
         return generation.pieces(with_prompt=not is_chat)
 
     @shows_fields(TextSampling)
@@ -274,9 +276,9 @@ class TextModel:
         if isinstance(messages, str):
             messages = [{'role': 'user', 'content': messages}]
         prompt = self.encode(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
-        generation = Generation(
-            self, [prompt], dataclasses.replace(sampling, **changes), first_sample=first_sample,
-            prefix_cache=prefix_cache).finish()
+        generation = self.continue_prompts(
+            [prompt], sampling, changes, first_sample=first_sample, prefix_cache=prefix_cache)
+        generation.finish()
         from jax_hub.chats import final_answer
         return final_answer(generation.texts[0][len(generation.prompt_texts[0]):])
 
@@ -341,9 +343,9 @@ class TextModel:
                             f'of TextSampling, not {sorted(unknown)}')
         changes = {name: request[name] for name in names if name in request}
         prompt = request['prompt']
-        generation = Generation(
-            self, [self.encode(prompt)], dataclasses.replace(sampling, **changes),
-            first_sample=request.get('first_sample', 0), logprobs=True, batch=batch)
+        generation = self.continue_prompts(
+            [self.encode(prompt)], sampling, changes, logprobs=True, batch=batch,
+            first_sample=request.get('first_sample', 0))
         generation.begin()
         yield None
         with contextlib.closing(iter(generation)) as chunks:
@@ -355,6 +357,13 @@ class TextModel:
             from jax_hub.chats import final_answer
             answer['text'] = final_answer(answer['text'])
         yield answer
+
+    def continue_prompts(self, prompts, sampling, changes, **options):
+        """Returns the Generation that continues `prompts`, lists of token ids. Warns on stderr if a
+        prompt is longer than the context. changes: {field of TextSampling: value}. options: see
+        Generation."""
+        warn_if_too_long(self, prompts)
+        return Generation(self, prompts, dataclasses.replace(sampling, **changes), **options)
 
     def logprobs(self, texts: str | list[str], *, max_length: int = 0, batch_size: int = 16,
                  cache_dtype: str = 'auto') -> list[tuple] | tuple:
@@ -440,14 +449,17 @@ class TextModel:
         messages and of the beginning of the next answer.
 
         tools, chat_template_kwargs: see chat.
-        Raises UserError for an empty prompt, and for anything that the tokenizer or the chat
-        template does not know."""
+        Raises UserError for an empty prompt, for anything that the tokenizer or the chat template
+        does not know, and for what the template leaves out (see check_is_written)."""
         # the chat template makes a text of messages, with all special tokens
         if not isinstance(prompt, str | list | tuple):
             raise UserError(f'a prompt is a text or a list of messages, not {prompt!r:.60}')
         if not isinstance(prompt, str):
             check_template(self.tokenizer)
-            return self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
+            from jax_hub.chats import check_is_written
+            ids = self.tokenizer.encode_chat(prompt, tools=tools, variables=chat_template_kwargs)
+            check_is_written(self.tokenizer, prompt, tools, chat_template_kwargs)
+            return ids
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise UserError('the prompt is empty; give at least one character, as in --start="A"')

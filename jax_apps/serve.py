@@ -35,7 +35,7 @@ from urllib.parse import unquote
 from jax_apps.batching import Batch
 from jax_flags import CONTROLS, UserError
 from jax_generate import PrefixCache
-from jax_hub.chats import check_is_written, final_answer
+from jax_hub.chats import final_answer
 from jax_hub.tokenizers import strip_partial_utf8
 from jax_text import Generation
 
@@ -575,8 +575,6 @@ class Server(ThreadingHTTPServer):
             prompt = asked if has_system else [*self.system, *asked]
         are_ids = not job.is_chat and isinstance(prompt, list)
         ids = prompt if are_ids else self.encode_text(job, prompt)
-        if job.is_chat:
-            check_is_written(self.model.tokenizer, asked)
         n_vocab = self.model.tokenizer.vocab_size
         if are_ids and not all(0 <= id < n_vocab for id in ids):
             raise Refusal(400, f'the ids of prompt must be 0 to {n_vocab - 1}', 'prompt')

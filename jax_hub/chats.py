@@ -676,16 +676,19 @@ def left_out_parts(tokenizer, chat, parts):
     return [part for part in missing if left_out_parts(tokenizer, chat, [part])]
 
 
-def check_is_written(tokenizer, messages):
-    """Raises UserError if the chat template leaves out the text of a message of another role than
-    'user' and 'assistant', such as 'system'. messages: a conversation that the template takes."""
-    chat = read_chat(messages)
+def check_is_written(tokenizer, messages, tools=None, variables=None):
+    """Raises UserError if the chat template leaves out the descriptions of tools, or the text of a
+    message of another role than 'user' and 'assistant', such as 'system'. messages: a conversation
+    that the template takes. tools, variables: see Chat."""
+    chat = read_chat(messages, tools, variables)
     parts = [Part(i, *part) for i, message in enumerate(chat.messages)
              for part in parts_of(message) if message['role'] not in ('user', 'assistant')]
-    left_out = left_out_parts(tokenizer, chat, parts)
-    if left_out:
-        raise UserError(f"the model's chat template leaves out {left_out[0].kind}: write the text "
-                        "into a message of the user")
+    kinds = [part.kind for part in left_out_parts(tokenizer, chat, parts)]
+    if chat.tools and leaves_out_tools(tokenizer, chat):
+        kinds.append('the descriptions of tools')
+    if kinds:
+        raise UserError(f"the model's chat template leaves out {kinds[0]}: write the text into a "
+                        'message of the user')
 
 
 def mark_answer(message):

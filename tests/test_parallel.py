@@ -427,7 +427,7 @@ def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_
     finish_checkpoints(manager)
     iteration, meta_again = choose_checkpoint(tmp_path)
     assert iteration == 6
-    assert meta_again == {**json.loads(json.dumps(meta)), 'weights': ['params']}
+    assert meta_again == {**json.loads(json.dumps(meta)), 'iter_num': 6, 'weights': ['params']}
     restored = load_checkpoint(tmp_path, iteration, parallel.abstract_state(initial_state, config))
     jax.tree.map(np.testing.assert_array_equal, (restored.params, opt_state_item(restored)), expected)
     jax.tree.map(np.testing.assert_array_equal, load_run(tmp_path, 'latest')[1], expected[0])

@@ -20,7 +20,7 @@ from jax_ops.sharding import current_mesh
 from jax_run.load import load_run
 from jax_text import Generation, TextModel, load
 from jax_transformer import MLAConfig, MoEConfig, count_params
-from tests.common import GOLDEN, TINY, apply, random_params, sample, samples_of, slow
+from tests.common import GOLDEN, TINY, apply, edit_json, random_params, sample, samples_of, slow
 
 
 def sampling(**options):
@@ -128,6 +128,16 @@ def test_a_prompt_longer_than_the_context_streams_all_its_tokens(run):
     assert ''.join(model.stream(prompt, **options)) == text and len(text) == len(prompt) + 40
 
 
+def test_a_prompt_longer_than_the_context_is_said(run, capsys):
+    model = load(run)
+    long = 'the quick brown fox jumps'
+    [*model.serve([long], max_new_tokens=2)]
+    for answer in (model.generate(long, max_new_tokens=2), ''.join(model.stream(long, max_new_tokens=2))):
+        assert answer.startswith(long)
+    said = 'the prompt has 25 tokens, the context of the model 16: the text is continued from the last 16\n'
+    assert capsys.readouterr().err == 3 * said
+
+
 def test_of_overlapping_stop_texts_the_first_to_be_complete_counts_in_chunks_of_any_size(run):
     model = load(run, device='cpu:0')
     text, = model.generate(['the'], max_new_tokens=40)
@@ -191,6 +201,19 @@ def test_a_chat_answers_what_sample_jax_prints_and_keeps_the_final_channel(speak
 
 
 @pytest.mark.slow
+def test_what_the_chat_template_leaves_out_is_refused(speaking):
+    template = '{% for m in messages if m.role in ["user", "assistant"] %}{{ m.content }}{% endfor %}'
+    edit_json(speaking / 'tokenizer_config.json', chat_template=template)
+    model, asked = load(speaking, device='cpu:0'), {'role': 'user', 'content': 'ab'}
+    tool = {'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}}
+    assert isinstance(model.chat([asked], max_new_tokens=2), str)
+    brief = {'role': 'system', 'content': 'a'}
+    for use, kind in ((lambda: model.chat([asked], tools=[tool]), 'the descriptions of tools'),
+                      (lambda: model.chat([brief, asked]), 'messages of the role "system"')):
+        with pytest.raises(UserError, match=f'leaves out {kind}'):
+            use()
+
+
 def test_a_second_call_compiles_nothing(run):
     durations = []
     model = load(run, device='cpu:0')
