@@ -376,10 +376,12 @@ def run_config_file(path, flags):
             given[name] = values[name]
     # What other files that it runs have assigned: changes of flags, and mistyped flags.
     for name, value in values.items():
-        is_changed = name in flags and repr(value) != repr(flags[name])
-        is_mistyped = (name not in flags and not name.startswith('_') and nearest_names(name, flags)
-                       and isinstance(value, int | float | str))
-        if is_changed or is_mistyped:
+        if name in flags:
+            is_theirs = repr(value) != repr(flags[name])
+        else:
+            is_number_or_text = isinstance(value, int | float | str) and not name.startswith('_')
+            is_theirs = is_number_or_text and nearest_names(name, flags)
+        if is_theirs:
             given[name] = value
     return given
 

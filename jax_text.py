@@ -451,9 +451,9 @@ class TextModel:
         tools, chat_template_kwargs: see chat.
         Raises UserError for an empty prompt, for anything that the tokenizer or the chat template
         does not know, and for what the template leaves out (see check_is_written)."""
-        # the chat template makes a text of messages, with all special tokens
         if not isinstance(prompt, str | list | tuple):
             raise UserError(f'a prompt is a text or a list of messages, not {prompt!r:.60}')
+        # the chat template makes a text of messages, with all special tokens
         if not isinstance(prompt, str):
             check_template(self.tokenizer)
             from jax_hub.chats import check_is_written

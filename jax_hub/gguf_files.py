@@ -161,14 +161,16 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
     if tokenizer.stop_texts:
         raise UserError('a GGUF file has no place for texts that end an answer, "stop_strings" in '
                         f'generation_config.json ({tokenizer.stop_texts[0]!r}): export a --folder')
-    chars = chars_of(tokenizer)
+    chars = getattr(tokenizer, 'chars', '')
+    if not chars:
+        description = json.loads(tokenizer.tokenizer.to_str())
+        chars = find_chars(description, tokenizer)
     if chars:
         writer.add_tokenizer_model('rwkv')
         texts = [escape_char(c) for c in chars]
         kinds = [types.NORMAL] * len(texts)
         begins = []
     else:
-        description = json.loads(tokenizer.tokenizer.to_str())
         merges = description['model']['merges']
         writer.add_tokenizer_model('gpt2')
         writer.add_tokenizer_pre(split_of(description))
@@ -188,13 +190,12 @@ def add_tokenizer(writer, types, tokenizer, vocab_size):
         writer.add_chat_template(templates)
 
 
-def chars_of(tokenizer):
-    """Returns the characters of a tokenizer in the order of their ids, or '' if its tokens are not
-    single characters. An exported folder has characters as a BPE without merges
-    (write_char_tokenizer)."""
-    if hasattr(tokenizer, 'chars'):
-        return tokenizer.chars
-    description = json.loads(tokenizer.tokenizer.to_str())
+def find_chars(description, tokenizer):
+    """Returns the characters of a tokenizer.json in the order of their ids, or '' if its tokens are
+    not single characters. An exported folder has characters as a BPE without merges
+    (write_char_tokenizer).
+
+    description: the content of the tokenizer.json, parsed. tokenizer: its HFTokenizer."""
     model = description['model']
     has_steps = any(description[key] for key in ('normalizer', 'pre_tokenizer', 'added_tokens'))
     if model['type'] != 'BPE' or model['merges'] or has_steps or tokenizer.encode(''):
