@@ -41,7 +41,9 @@ def end_at_signals():
     def stop(number, frame):
         if os.getpid() != script:  # a worker of datasets, which has a copy of this function
             os._exit(128 + number)
-        sys.excepthook = lambda *error: sys.exit(128 + number)  # prints no error from here on
+        # no error is printed from here on, nor those of a library that is interrupted as it tidies up
+        sys.excepthook = lambda *error: sys.exit(128 + number)
+        sys.unraisablehook = lambda error: None
         with contextlib.suppress(OSError):  # the terminal is gone
             os.write(2, b'\ninterrupted; run the same command again\n')
         sys.exit(128 + number)

@@ -48,6 +48,7 @@ META = {'model': dataclasses.asdict(TINY), 'best_val_loss': 1.0, 'tokenizer': {}
 RESUME = ['--init_from=resume', '--device=cpu:0']
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # one case of a test
+long = functools.partial(pytest.param, marks=(pytest.mark.slow, pytest.mark.long))
 needs_hangup = pytest.mark.skipif(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, reason='under nohup')
 
 

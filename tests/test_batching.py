@@ -14,7 +14,7 @@ from jax_generate import Prompts, start_rows
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_text import Generation, load
 from jax_transformer import MLAConfig, MoEConfig
-from tests.common import TINY, assert_as_alone, generate_alone, random_params, random_request, slow
+from tests.common import TINY, assert_as_alone, generate_alone, long, random_params, random_request, slow
 
 MODELS = {
     'learned positions': TINY,
@@ -39,7 +39,7 @@ def begin(model, batch, prompt='the fox', **options):
 # -----------------------------------------------------------------------------
 # requests from Python
 
-@pytest.mark.parametrize('batch_size, n_requests', [(4, 12), slow(1, 6), slow(8, None)])
+@pytest.mark.parametrize('batch_size, n_requests', [(4, 12), slow(1, 6), long(8, None)])
 def test_each_request_has_the_text_that_it_has_alone(model, batch_size, n_requests, pytestconfig):
     n_requests = n_requests or pytestconfig.getoption('--requests') // 2
     rng = random.Random(batch_size)

@@ -26,8 +26,8 @@ from jax_run.out_dir import lock_out_dir
 from jax_text import load
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import (
-    META, ROOT, SHORT, TINY, assert_refused, copy_folder, final_state, prepare, records_of, refusal, run_script, sample,
-    start, succeeded, train, wait_for)
+    META, ROOT, SHORT, TINY, assert_refused, copy_folder, final_state, long, prepare, records_of, refusal, run_script,
+    sample, start, succeeded, train, wait_for)
 
 storage = pytest.importorskip('google.cloud.storage')
 PreconditionFailed = pytest.importorskip('google.api_core.exceptions').PreconditionFailed
@@ -432,7 +432,7 @@ def proxy(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault', [503, 'reset', 'silent'])
+@pytest.mark.parametrize('fault', [503, long('reset'), long('silent')])
 def test_the_documented_loop_comes_back_from_a_bucket_that_fails_for_a_while(
         flags, url, proxy, fault, bucket, tmp_path):
     def complete():

@@ -29,8 +29,8 @@ from jax_run.sources import find_starts, open_source
 from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step, split_batch
 from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
-    RESUME, ROOT, TINY, assert_refused, final_state, make_step, prepare, random_params, start, succeeded, train,
-    wait_for)
+    RESUME, ROOT, TINY, assert_refused, final_state, long, make_step, prepare, random_params, start, succeeded,
+    train, wait_for)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -99,7 +99,7 @@ def test_rows_hold_whole_conversations_each_in_the_row_with_the_least_room(chatt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('flags', [[], ['--rows=40']])
+@pytest.mark.parametrize('flags', [[], long(['--rows=40'])])
 def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, flags):
     lengths = [n % 30 + 1 for n in range(900)]
     for name in ('whole', 'killed'):
@@ -139,6 +139,7 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, 'wait4'), reason='Unix only')
 def test_conversations_are_prepared_in_a_few_bytes_of_memory_per_token(chatting, tmp_path):
     n_tokens, peaks = [], []

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from jax_hub.tokenizers import same_tokens, tokens_digest
 from jax_run.data import load_dataset_meta
-from tests.common import assert_refused, needs_hangup, run_script, wait_for
+from tests.common import ROOT, assert_refused, needs_hangup, run_script, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -395,6 +395,7 @@ def parts(text):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_pystdlib_is_megabytes_of_the_librarys_files(tmp_path):
     said = prepare('pystdlib_char', '--out_dir', tmp_path / 'a', env=None)
     train_ids, val_ids, meta = read(tmp_path / 'a')
@@ -568,6 +569,7 @@ def test_with_an_empty_key_files_of_rows_are_texts(tmp_path, env):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_long_text_has_the_ids_that_it_has_as_a_whole(tmp_path, bpe_env, encode):
     text = words(700_000) # more than two pieces
     path = text_file(tmp_path, text)
@@ -747,6 +749,26 @@ def test_a_signal_ends_a_preparation_in_one_line_and_it_continues(slow, bpe_env,
     assert run.returncode == code and files_in(args[-1]) == WORK
     prepare(*args, env=bpe_env)
     assert snapshot(args[-1]) == expected
+
+
+def test_a_library_that_fails_as_it_tidies_up_after_a_signal_prints_nothing(bpe_env):
+    code = f"""
+import os, signal, sys, time
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'data')!r}]
+import common
+common.end_at_signals()
+def results():  # as those of datasets' processes
+    try:
+        yield 1
+    finally:
+        raise TimeoutError
+running = results()
+next(running)
+os.kill(os.getpid(), signal.SIGINT)
+time.sleep(60)
+"""
+    run = subprocess.run([sys.executable, '-c', code], env=bpe_env, stderr=subprocess.PIPE, text=True)
+    assert run.stderr == '\ninterrupted; run the same command again\n' and run.returncode == 130
 
 
 @pytest.mark.slow

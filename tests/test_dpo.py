@@ -251,6 +251,7 @@ def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_bits_and_knows_its_pairs(toy, tmp_path):
     flags, data = toy
     flags = [*flags, '--max_iters=40', '--save_interval=5', '--eval_interval=20']

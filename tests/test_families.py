@@ -28,7 +28,7 @@ from jax_transformer import (
     GPTConfig, MLAConfig, MoEConfig, MoELayer, RopeScaling, Router, cache_bytes, create_call, dot_product_attention,
     estimate_mfu, init_cache, rope_inv_freq)
 from tests.common import (
-    FAMILIES, apply, cached_logits, copy_folder, edit_json, edit_tensors, make_step, random_params, refusal)
+    FAMILIES, apply, cached_logits, copy_folder, edit_json, edit_tensors, long, make_step, random_params, refusal)
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 IDX = EXPECTED['idx']
@@ -323,7 +323,7 @@ def test_a_layer_sees_its_window_or_chunk(layer_type, sees):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt_oss', 'llama4', 'deepseek_v3'])
-@pytest.mark.parametrize('least_slots', [64, 4])
+@pytest.mark.parametrize('least_slots', [64, long(4)])
 def test_cached_logits_equal_uncached_ones_for_any_split_into_calls(name, least_slots, monkeypatch):
     config, params = load(name)
     jax.clear_caches()  # compiled with 64

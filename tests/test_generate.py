@@ -521,6 +521,7 @@ def test_on_a_cpu_a_bfloat16_decode_loop_makes_no_float32_copy_of_the_embedding(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_prompts_of_many_lengths_are_few_programs_with_the_texts_of_other_sizes(monkeypatch):
     sizes = {jax_generate.choose_slots(n, n + 100, 2**17) for n in range(1, 2**17)}
     assert len(sizes) <= 4 * (17 - 7) + 4  # four per doubling from 128 on

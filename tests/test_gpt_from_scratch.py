@@ -104,6 +104,7 @@ def test_solutions_are_lines_of_nano_jax():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_solutions_pass_and_every_hole_and_mistake_is_caught(monkeypatch, capsys):
     matplotlib.use('Agg')
     monkeypatch.chdir(ROOT / 'notebooks')

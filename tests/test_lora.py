@@ -20,8 +20,8 @@ from jax_run.log import read_metrics
 from jax_train_utils import count_frozen, create_train_state, model_params, split_batch
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
-    FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, make_step, records_of, run_script,
-    sample, samples_of, slow, start, succeeded, train, wait_for)
+    FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, long, make_step, records_of,
+    run_script, sample, samples_of, start, succeeded, train, wait_for)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -59,7 +59,7 @@ def make_run(base, data, tmp_path_factory):
     return make
 
 
-@pytest.fixture(scope='module', params=[slow(''), 'int8'])
+@pytest.fixture(scope='module', params=[long(''), 'int8'])
 def run(request, make_run):
     return make_run(request.param)
 

@@ -18,7 +18,7 @@ from jax_run.sources import Windows
 from jax_train_utils import create_learning_rate_schedule
 from jax_transformer import GPT, GPTConfig, init_params
 from tests.common import (
-    GOLDEN, ROOT, TEXT, random_params, random_tokens, records_of, run_script, succeeded, write_dataset)
+    GOLDEN, ROOT, TEXT, long, random_params, random_tokens, records_of, run_script, succeeded, write_dataset)
 
 FLAGS = {'block_size': 16, 'n_layer': 2, 'n_head': 2, 'n_embd': 32}
 # accumulation, clipping, weight decay, and a schedule with a warm-up
@@ -240,7 +240,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize('n_devices', [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('n_devices', [1, long(4)])
 def test_the_losses_of_twenty_updates_and_of_evaluations_are_those_of_train_jax(n_devices, tmp_path):
     chars = ''.join(sorted(set(TEXT)))
     ids = [chars.index(c) for c in TEXT * 40]

@@ -37,7 +37,8 @@ from jax_train_utils import (
     create_learning_rate_schedule, create_optimizer_with_schedule, create_train_state, estimate_loss_jax,
     language_model, make_eval_step, split_batch)
 from jax_transformer import GPT, GPTConfig, MoEConfig, init_cache
-from tests.common import META, MODEL, SHORT, TINY, assert_refused, make_step, random_params, run_script, slow, train
+from tests.common import (
+    META, MODEL, SHORT, TINY, assert_refused, long, make_step, random_params, run_script, slow, train)
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
@@ -393,7 +394,7 @@ def test_a_process_reads_the_rows_of_its_own_devices_only(monkeypatch):
 # checkpoints move between layouts
 
 @pytest.mark.parametrize('saved_on, resumed_on', [
-    (ALL, (ALL, ONE, PMAP)), slow(PMAP, (BOTH, ZERO_1)), slow(ZERO_1, (ZERO_1, ALL)), slow(ZERO_2, (ZERO_2, PMAP))])
+    (ALL, (ALL, ONE, PMAP)), long(PMAP, (BOTH, ZERO_1)), slow(ZERO_1, (ZERO_1, ALL)), slow(ZERO_2, (ZERO_2, PMAP))])
 def test_a_checkpoint_resumes_on_any_other_layout_and_bit_for_bit_on_its_own(tmp_path, saved_on, resumed_on):
     state, _ = run_steps(saved_on, 8, CONFIG)
     manager = open_checkpoints(tmp_path)

@@ -25,8 +25,8 @@ from jax_run.log import read_metrics
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from jax_transformer import GPTConfig
 from tests.common import (
-    MODEL, ROOT, SHORT, assert_refused, free_port, needs_hangup, records_of, refusal, run_script, start, succeeded,
-    train, wait_for)
+    MODEL, ROOT, SHORT, assert_refused, free_port, long, needs_hangup, records_of, refusal, run_script, start,
+    succeeded, train, wait_for)
 
 FLAGS = [*MODEL, *SHORT, '--max_iters=100', '--eval_interval=100', '--lr_decay_iters=30', '--device=cpu']
 
@@ -284,7 +284,7 @@ def each_with(name, values, out_dir, *flags):
 @pytest.mark.slow
 @pytest.mark.parametrize('name, values, message', [
     ('batch_size', (4, 2), 'processes 0 and 1 have different flags, .*: batch_size is 4 and 2'),
-    ('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
+    long('out_dir', ('{tmp}/a', '{tmp}/b'), 'process 1: .*/b is not the folder of process 0')])
 def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dataset, tmp_path, name, values, message):
     values = [value.format(tmp=tmp_path) if type(value) is str else value for value in values]
     with each_with(name, values, tmp_path, f'--dataset={dataset}', *FLAGS) as processes:

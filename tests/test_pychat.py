@@ -149,9 +149,9 @@ def taught(package, tmp_path_factory):
     assert '31 names of ' in made.stdout
     succeeded(train(folder / 'out', f'--dataset={folder / "chat"}', '--n_layer=2', '--n_head=2', '--n_embd=64',
                     '--block_size=128', '--batch_size=8', '--gradient_accumulation_steps=1', '--optimizer=muon',
-                    '--learning_rate=1e-2', '--lr_schedule=linear', '--min_lr=0', '--max_iters=300',
+                    '--learning_rate=1e-2', '--lr_schedule=linear', '--min_lr=0', '--max_iters=160',
                     '--warmup_iters=10', '--position=rope', '--norm=rms', '--bias=False', '--mlp=swiglu',
-                    '--eval_interval=300', '--eval_iters=4', '--device=cpu:0'))
+                    '--eval_interval=160', '--eval_iters=4', '--device=cpu:0'))
     return folder / 'out', folder / 'chat' / 'tasks' / 'forms.jsonl'
 
 

@@ -25,8 +25,8 @@ from jax_hub.chats import SECONDS
 from jax_apps.serve import BODY_BYTES, Server, find_ends
 from jax_text import Generation, load
 from tests.common import (
-    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, random_request, sample, samples_of, slow,
-    start, wait_for)
+    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, long, random_request, sample, samples_of,
+    slow, start, wait_for)
 from tools.clients import Answer, speed_while_busy
 
 openai = pytest.importorskip('openai')
@@ -708,7 +708,7 @@ def test_clients_that_ask_again_at_once_are_waited_for(monkeypatch):
                       'bb ends', 'long ends']
 
 
-@pytest.mark.parametrize('n_requests', [30, slow(None)])
+@pytest.mark.parametrize('n_requests', [15, long(None)])
 def test_mixed_requests_at_random_times_have_the_texts_that_each_has_alone(of_chats, batches, n_requests, pytestconfig):
     n_requests = n_requests or pytestconfig.getoption('--requests')
     rng = random.Random(5)
@@ -872,6 +872,7 @@ def usage(process):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not Path('/proc/self/statm').exists(), reason='reads /proc')
 def test_after_many_requests_and_hang_ups_a_server_has_what_it_had_before(finished, pytestconfig):
     process, port = start_serving(f'--out_dir={finished[0]}', f'--max_new_tokens={N_NEW}')

@@ -20,7 +20,7 @@ from jax_train_utils import (
 from jax_transformer import GPTConfig, MoEConfig
 from tests.common import apply, final_state, make_step, random_params, succeeded, train, write_random_data
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 # of the cases: of the kinds that take long there are fewer
 SHARES = {
     'test_two_updates_on_any_layout_are_those_of_one_device': 8 / 60,

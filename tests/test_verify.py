@@ -140,6 +140,7 @@ def test_a_run_that_was_resumed_in_between_verifies(dataset, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_lora_and_dpo_verify_from_their_start(chatting, tmp_path):
     base = copy_folder(FAMILIES / 'llama', tmp_path)
     n = json.loads((base / 'config.json').read_text())['vocab_size']
@@ -183,6 +184,7 @@ def row(dataset, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_row_of_five_minutes_can_be_checked(row, tmp_path):
     table, file = row
     assert table.splitlines()[0].startswith('| machine | cores |') and '| 6 to 6 |' in table
