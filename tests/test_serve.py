@@ -3,6 +3,7 @@ import contextlib
 import http.client
 import json
 import random
+import re
 import signal
 import socket
 import struct
@@ -25,8 +26,8 @@ from jax_hub.chats import SECONDS
 from jax_apps.serve import BODY_BYTES, Server, find_ends
 from jax_text import Generation, load
 from tests.common import (
-    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, long, random_request, sample, samples_of,
-    slow, start, wait_for)
+    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, long, random_request, run_script, sample,
+    samples_of, slow, start, succeeded, wait_for)
 from tools.clients import Answer, speed_while_busy
 
 openai = pytest.importorskip('openai')
@@ -50,6 +51,9 @@ def serving(source, system='', **options):
         server.stop()
         thread.join(60)
         assert not thread.is_alive()
+        for handler in threading.enumerate():  # one that frees arrays when Python ends would abort the process
+            if 'process_request_thread' in handler.name:
+                handler.join(1)
 
 
 @pytest.fixture(scope='module')
@@ -962,3 +966,20 @@ def test_the_speed_of_several_clients_ends_when_the_first_has_no_request_left():
     assert speed_while_busy([*answers, Answer('', 1, 1, 5, 5)]) == pytest.approx((10 + 10 + 5) / 3)
     # a client that is alone is busy to the end
     assert speed_while_busy([Answer('', 10, 0, 0.5, 2), Answer('', 10, 2, 2.5, 5)]) == pytest.approx(20 / 5)
+
+
+def test_a_table_of_several_clients_is_measured_and_mistakes_are_one_line(of_run):
+    url = f'http://127.0.0.1:{of_run.server_port}'
+    measured = ['--prompt=the fox', '--clients=1,2', '--requests=2', '--max_tokens=3']
+    table = succeeded(run_script('tools/clients.py', url, *measured))
+    assert re.fullmatch(r'clients .*\n +1 .* 1\.00 .* 0 of 2\n +2 .* 0 of 2\n', table.stdout), table.stdout
+
+    for arguments, message in [
+            (['http://127.0.0.1:1'], 'http://127.0.0.1:1 does not answer: .*refused.*'),
+            (['localhost'], 'localhost does not answer: unknown url type.*'),
+            ([url, '--prompt=a', '--temperature=9'], f'{url} answers HTTP Error 400: .*temperature must be .*'),
+            ([url, '--clients=8', '--requests=2'], '--requests=2 leaves some of 8 clients without one'),
+            ([url, '--clients=0'], 'argument --clients: 0 is no whole number from 1 on')]:
+        result = run_script('tools/clients.py', *arguments)
+        assert result.returncode == 2
+        assert re.search(f'^clients.py: error: {message}$', result.stderr, re.MULTILINE), result.stderr

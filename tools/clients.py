@@ -7,7 +7,7 @@ $ python tools/clients.py http://localhost:8000 --clients=1,8,1,8 --requests=16 
 A row says how many tokens per second all clients get together, also as a multiple of the first row;
 how long the first piece of an answer takes; and how many texts differ from those of the first row.
 The tokens per second are those of the time in which all clients had a request (speed_while_busy).
-All rows send the same requests: request i has seed i, and a prompt of its own. Before the first
+All rows send the same requests: request i has seed i, and its number is in the prompt. Before the first
 row, each number of clients runs once without being measured, so that the server compiles.
 """
 import argparse
@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -78,26 +79,44 @@ def speed_while_busy(answers):
     return n_tokens / (first_idle_at - min(answer.asked_at for answer in answers))
 
 
+def positive(text):
+    """Returns the whole number that a text says. Raises ArgumentTypeError unless it is 1 or more."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text} is no whole number from 1 on')
+    return int(text)
+
+
+def positives(text):
+    """Returns the list of whole numbers that a text such as '1,8' says. Raises as positive does."""
+    return [positive(part) for part in text.split(',')]
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('url')
-    parser.add_argument('--clients', default='1,8', help='numbers of them, a row each')
-    parser.add_argument('--requests', type=int, default=16, help='of a row')
-    parser.add_argument('--prompt', default='Once upon a time', help='of each request, and its number')
-    parser.add_argument('--max_tokens', type=int, default=64)
+    parser.add_argument('--clients', type=positives, default='1,8', help='numbers of them, a row each')
+    parser.add_argument('--requests', type=positive, default=16, help='of a row')
+    parser.add_argument('--prompt', default='Once upon a time {}', help='{} is the number of the request')
+    parser.add_argument('--max_tokens', type=positive, default=64)
     parser.add_argument('--temperature', type=float, default=0.8)
     args = parser.parse_args()
+    if args.requests < max(args.clients):
+        parser.error(f'--requests={args.requests} leaves some of {max(args.clients)} clients without one')
 
     def make(i):
-        return ask(args.url, f'{args.prompt} {i}', i, args.max_tokens, args.temperature)
+        return ask(args.url, args.prompt.replace('{}', str(i)), i, args.max_tokens, args.temperature)
 
-    rows = [int(number) for number in args.clients.split(',')]
-    for n_clients in sorted(set(rows)):
-        ask_all(n_clients, args.requests, make)
+    try:
+        for n_clients in sorted(set(args.clients)):
+            ask_all(n_clients, args.requests, make)
+    except urllib.error.HTTPError as error:
+        parser.error(f'{args.url} answers {error}: {error.read(500).decode(errors="replace")}')
+    except (OSError, ValueError) as error:  # nobody answers, or this is no URL
+        parser.error(f'{args.url} does not answer: {error}')
     print('clients  tokens/s  ratio  first piece: median, longest  texts that differ')
     first = None
-    for n_clients in rows:
+    for n_clients in args.clients:
         answers = ask_all(n_clients, args.requests, make)
         speed = speed_while_busy(answers)
         first = first or (speed, answers)
