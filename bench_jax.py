@@ -288,7 +288,8 @@ def load_model():
     """Returns (config, parameters for decoding) of the model in out_dir, or else of a new random
     model."""
     if out_dir:
-        model = load(out_dir, device=device, dtype=dtype, quantize=quantize)
+        of_chars = dataset if 'dataset' in given and out_dir.endswith('.pt') else ''
+        model = load(out_dir, dataset=of_chars, device=device, dtype=dtype, quantize=quantize)
         flags.update(flags_from_config(model.config, given), vocab_size=model.config.vocab_size)
         return model.config, model.params
     config = config_for_decoding(model_config, setup_distributed_training(devices[:1]), dtype)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, new_file, start_script, write_json
+from jax_flags import UserError, lock_file, new_file, start_script, write_json
 
 start_script()  # before the first package, which may be missing
 
@@ -363,10 +363,42 @@ PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part
          'chats_bytes.part.bin', 'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
 
 
+# what a data set's folder "tokenizer" may have, beside further chat templates
+TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json',
+                   'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
+
+
 def make_folder(folder):
-    """Makes the folder of a data set, and removes what an interrupted script has left there."""
+    """Makes the folder of a data set, and removes what an interrupted script has left there. Raises
+    UserError if it is the folder of a run."""
+    check_is_no_run(folder)
     os.makedirs(folder, exist_ok=True)
     remove(folder, PARTS)
+
+
+def check_is_no_run(folder):
+    """Raises UserError if `folder` is the out_dir of a run: a data set there would replace the
+    tokenizer of the run."""
+    if os.path.isdir(os.path.join(folder, 'ckpt')):
+        fail(f'{folder} is the folder of a run, which would lose its tokenizer; choose another '
+             '--out_dir')
+
+
+@contextlib.contextmanager
+def locked_folder(folder):
+    """Makes the folder of a data set, and locks it within the with block. Raises UserError if
+    another process holds the lock, or if it is the folder of a run. Where a folder cannot be locked
+    (Windows, some file systems), it is not."""
+    check_is_no_run(folder)
+    os.makedirs(folder, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(PermissionError):  # Windows opens no folder
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            if not lock_file(lock):
+                fail(f'another process prepares a data set in {folder}; wait for it, or choose '
+                     'another --out_dir')
+        yield
 
 
 def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_bytes=None, **meta):
@@ -450,7 +482,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     # Remove an older data set, with its masks, before the first file of the new one is written.
     remove(folder, ('train.bin', 'meta.json', 'train_mask.bin', 'val_mask.bin', 'train_ends.bin',
                     'val_ends.bin'))
-    remove(folder, [*folder.glob('tokenizer/**/*.json'), *folder.glob('tokenizer/**/*.jinja')])
+    remove(folder / 'tokenizer', TOKENIZER_FILES)
+    remove(folder, folder.glob('tokenizer/additional_chat_templates/*.jinja'))
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         if isinstance(content, Path):

@@ -8,6 +8,9 @@ import pickle
 import sys
 from pathlib import Path
 
+if len(sys.argv) != 2 or not Path(sys.argv[1], 'meta.pkl').is_file():
+    print('error: name the folder that has the meta.pkl', file=sys.stderr)
+    sys.exit(2)
 folder = Path(sys.argv[1])
 itos = pickle.loads((folder / 'meta.pkl').read_bytes())['itos']
 chars = ''.join(itos[i] for i in range(len(itos)))

@@ -46,7 +46,9 @@ def open_text(path):
             raw = lzma.open(path)
         elif packed in PACKED_ENDINGS:
             import pyarrow
-            raw = io.BufferedReader(pyarrow.input_stream(path, compression='detect'))
+            # not 'detect', which knows lower case only
+            codec = pyarrow.Codec.detect(f'a{packed}').name
+            raw = io.BufferedReader(pyarrow.input_stream(path, compression=codec))
         else:
             raw = open(path, 'rb')
         with io.TextIOWrapper(raw, 'utf-8-sig', newline='\n') as file:

@@ -461,14 +461,19 @@ def strip_partial_utf8(text):
 def load_tokenizer(description):
     """Returns the tokenizer, an object like CharTokenizer, of a description: {'kind': 'char',
     'chars': ...}, {'kind': 'gpt2'} or {'kind': 'folder', 'path': ...}. Raises UserError for any
-    other description."""
+    other description. Raises UserError also if the description has the digest of other tokens than
+    the folder has."""
     match description:
         case {'kind': 'char', 'chars': str(chars)}:
             return CharTokenizer(chars)
         case {'kind': 'gpt2'}:
             return GPT2Tokenizer()
         case {'kind': 'folder', 'path': str(path)}:
-            return HFTokenizer(path, is_copy=description.get('is_copy', False))
+            tokenizer = HFTokenizer(path, is_copy=description.get('is_copy', False))
+            if description.get('digest', '') not in ('', tokens_digest(tokenizer.tokenizer)):
+                raise UserError(f'{path} has been replaced: it has other tokens than the run or the '
+                                'data set was made with; put the right tokenizer there')
+            return tokenizer
     raise UserError(f'{description!r:.100} does not describe a tokenizer, as meta.json should; '
                     'prepare the data set again')
 

@@ -360,15 +360,16 @@ def read_val_loss(step, since=0):
 
 def comparable_since(manifest):
     """Returns the iteration from which on the validation losses of a run can be compared. This is
-    the iteration of the last resume that changed the data or the length of the sequences, or 0 if
-    no resume changed them.
+    the iteration of the last resume that changed the data, the sequences of an evaluation or the
+    loss (find_other_losses), or 0 if no resume changed them.
 
     manifest: the manifest of a checkpoint. If an earlier version wrote the checkpoint, the manifest
     is None, and the result is 0."""
     known = manifest or {}
     changes = [*known.get('earlier_data', []), *known.get('earlier', [])]
     return max([each['until'] for each in changes
-                if 'data' in each or 'block_size' in each.get('flags', [])], default=0)
+                if 'data' in each or 'losses' in each or 'block_size' in each.get('flags', [])],
+               default=0)
 
 
 def read_comparable_since(step):

@@ -226,9 +226,13 @@ class RunLog:
             plot_losses(self.metrics_log.path.parent)
         if self.wandb_run:
             train, val = flat.pop('train_loss'), flat.pop('val_loss')
-            self.wandb_run.log({
-                'iter': iter_num, 'train/loss': train, 'val/loss': val, **flat, 'lr': self.lr,
-                'mfu': self.mfu and 100 * self.mfu})  # percent
+            try:
+                self.wandb_run.log({
+                    'iter': iter_num, 'train/loss': train, 'val/loss': val, **flat, 'lr': self.lr,
+                    'mfu': self.mfu and 100 * self.mfu})  # percent
+            except Exception as error:  # training goes on without it
+                warn(f'wandb does not log any more, from iteration {iter_num} on: {error}')
+                self.wandb_run = None
         for watch in watchers:
             watch(self.run)
         self.evaluating_s += time.perf_counter() - self.paused_at

@@ -23,7 +23,8 @@ relative to the program's folder.
 | `flags` | the flags of the run, with `seed`, without NOT_IN_MANIFEST (paths, names and others) |
 | `dtype`, `attention`, `experts` | as chosen for the present devices |
 
-The entry `devices` has 'kind', the kind of the devices; 'cpu', the features by which kernels for a
+An entry of `earlier` also has 'losses', what find_other_losses returns, unless that is empty. The
+entry `devices` has 'kind', the kind of the devices; 'cpu', the features by which kernels for a
 CPU are chosen (find_cpu); 'number', the number of devices; 'processes', the number of
 processes."""
 import contextlib
@@ -66,6 +67,9 @@ WITHOUT_EFFECT = NOT_IN_MANIFEST | {
     'eval_interval', 'eval_iters', 'log_interval', 'save_interval', 'keep', 'max_iters', 'minutes',
     'always_save_checkpoint', 'checkpoint', 'eval_only'}
 
+# Flags without which a validation loss means something else, beside the number of its sequences
+OF_LOSSES = ('block_size', 'beta', 'length_normalized')
+
 # Features of a CPU that decide which instructions XLA and our kernels use.
 CPU_FEATURES = ('avx2', 'avx512f', 'avx512_vnni', 'avx512_bf16', 'amx_bf16', 'amx_int8', 'asimd',
                 'sve')
@@ -92,14 +96,32 @@ def open_manifest(run, data, config):
         manifest['start'] = known.get('start')
         manifest['earlier'] = known.get('earlier', [])
         changed = find_changed(known, manifest)
+        losses = find_other_losses(known, manifest)
+        if losses:
+            changed['losses'] = losses
         if changed:
             manifest['earlier'] = [*manifest['earlier'], {'until': run.iter_num, **changed}]
         say_what_differs(changed)
-        if 'block_size' in changed.get('flags', {}):
-            before, now = changed['flags']['block_size']
-            print(f'sequences of {now} tokens from iteration {run.iter_num} on, of {before} '
-                  'before: the best validation loss begins anew')
+        for name, (before, now) in losses.items():
+            print(f'{name}: {now} from iteration {run.iter_num} on, {before} before: the best '
+                  'validation loss begins anew')
     return manifest
+
+
+def find_other_losses(known, now):
+    """Returns {name: [value in known, value in now]} of what keeps the validation losses of two
+    manifests from being compared: the number and the length of the sequences of an evaluation, and
+    the flags of the loss of preference pairs."""
+    values = []
+    for manifest in known, now:
+        flags = manifest.get('flags', {})
+        of_losses = {name: flags[name] for name in OF_LOSSES if name in flags}
+        if {'eval_iters', 'batch_size'} <= flags.keys():
+            of_losses['sequences of an evaluation'] = flags['eval_iters'] * flags['batch_size']
+        values.append(of_losses)
+    before, after = values
+    return {name: [value, after[name]] for name, value in before.items()
+            if after.get(name, value) != value}
 
 
 def make_manifest(run, data, config):

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import jax
 
 from jax_devices.processes import gather_texts, in_all_processes
 from jax_flags import (
-    TryAgain, UserError, exit_if_peer_died, free_name, note, read_json, warn, write_json)
+    TryAgain, UserError, exit_if_peer_died, free_name, note, read_json, refuse, warn, write_json)
 from jax_hub.folders import find_config_json, keep_config_json, kept_config_json
 from jax_hub.tokenizer_files import copy_tokenizer
 from jax_run.checkpoints import (
@@ -25,9 +26,9 @@ from jax_train_utils import all_finite
 
 class OutDir:
     """The folder of a run. The constructor locks the folder until close() or the end of the
-    process. The constructor raises UserError in three cases: Orbax cannot write below the folder;
-    the folder holds an earlier run that is neither resumed nor to be overwritten (--overwrite); or
-    another run holds the lock."""
+    process. The constructor raises UserError in four cases: Orbax cannot write below the folder;
+    the folder holds an earlier run that is neither resumed nor to be overwritten (--overwrite); the
+    folder holds a model, or what this run starts from; or another run holds the lock."""
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
@@ -53,6 +54,19 @@ class OutDir:
                 f'{self.path} holds a run at iteration {self.earlier[0]}; continue it with '
                 '--init_from=resume, choose another --out_dir, or delete its checkpoints with '
                 '--overwrite=True')
+        # the model that the run starts from, which must not be overwritten
+        source = run.model.lora['base'] if run.model.lora else run.model.source
+        inside = os.path.join(os.path.realpath(self.path), '')
+        settings = {}
+        with contextlib.suppress(UserError):  # a damaged config.json is none of a model
+            settings = read_json(self.folder.files / 'config.json', optional=True)
+        refuse([
+            (self.earlier and os.path.realpath(source or '').startswith(inside),
+             f'{self.path} holds the model that this run starts from, which --overwrite=True would '
+             'delete; choose another --out_dir'),
+            ('model_type' in settings,
+             f'{self.path} is the folder of a model, and its config.json would be overwritten; '
+             'choose another --out_dir')])
         self.lock = lock_out_dir(self.path, run.iter_num if run.resumed else None)
 
     def begin(self, run, manifest, bpb_bytes):
@@ -207,9 +221,13 @@ class OutDir:
             raise
 
     def close(self):
-        """Closes metrics.jsonl and gives the lock back. After that, nothing is written."""
+        """Closes metrics.jsonl and wandb's run, and gives the lock back. After that, nothing is written."""
         if self.metrics_log:
             self.metrics_log.close()
+        if self.wandb_run:  # else the next run of this process would continue it
+            error = sys.exc_info()[1]
+            with contextlib.suppress(Exception):
+                self.wandb_run.finish(exit_code=getattr(error, 'code', 1) if error else 0)
         self.folder.upload()
         if self.lock:
             self.lock.close()

@@ -121,7 +121,8 @@ def find_intervals(run, folder):
     since = comparable_since(manifest)
     others = set()
     for change in manifest.get('earlier', ()):
-        names = [*change.get('flags', ()), *change.get('devices', ()), *change.get('chosen', ())]
+        names = [*change.get('flags', ()), *change.get('devices', ()), *change.get('chosen', ()),
+                 *change.get('losses', ())]
         if names:
             since = max(since, change['until'])
             others.update(names)

@@ -7,7 +7,7 @@ import jax_generate
 from jax_run.checkpoints import choose_checkpoint
 
 import pytest
-from tests.common import assert_refused, run_script, succeeded
+from tests.common import GOLDEN, assert_refused, run_script, succeeded
 
 
 def report_of(result):
@@ -49,6 +49,13 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
 
 
 @pytest.mark.slow
+def test_the_decoding_benchmark_takes_a_ckpt_pt_of_characters_with_its_data_set(dataset):
+    flags = ['--mode=decode', f'--out_dir={GOLDEN / "nanogpt" / "ckpt.pt"}', '--prompt_len=4', '--max_new_tokens=8',
+             '--repeats=1', '--device=cpu:0']
+    assert report_of(run_script('bench_jax.py', *flags, f'--dataset={dataset}'))['results']['ms_per_iter'] > 0
+    assert_refused(run_script('bench_jax.py', *flags), 'name the data set')
+
+
 def test_the_decoding_benchmark_counts_the_experts_that_a_step_is_expected_to_read():
     experts = ['--n_expert=4', '--n_expert_used=2', '--n_inner=8', '--mlp=swiglu', '--bias=False']
     result = run_script('bench_jax.py', '--mode=decode', *BENCH, *experts, '--prompt_len=4', '--max_new_tokens=8')

@@ -279,6 +279,9 @@ def test_a_file_of_any_form_becomes_the_same_data_and_the_script_says_so(made, t
         assert lines.startswith(said or 'train has 2 conversations')
         found.append([np.fromfile(out / file, np.uint8).tolist() for file in ('train.bin', 'train_mask.bin')])
     assert found[0] == found[1] == found[2] == found[3]
+    pq.write_table(pa.table({'prompt': [b'ab'] * 3, 'completion': ['cd'] * 3}), tmp_path / 'bytes.parquet')
+    refused = prepare('chat', tmp_path / 'bytes.parquet', f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "b"}')
+    assert_refused(refused, 'row 1: "prompt" must be a list')
 
 
 def test_rows_of_other_forms_become_messages_by_the_functions_in_the_readme(tmp_path):
@@ -286,12 +289,15 @@ def test_rows_of_other_forms_become_messages_by_the_functions_in_the_readme(tmp_
     code = readme.split('## Other forms')[1].split('```python\n')[1].split('```')[0]
     transcript = '\n\nHuman: a\n\nstill a\n\nAssistant: b\n\nHuman: c\n\nAssistant: '
     rows = {  # the form, and what becomes of it: the contents of each conversation, and which of them count
-        'from_swift': ({'messages': TURNS, 'rejected_response': 'e'}, [['ab', 'cd'], ['ab', 'e']], [1]),
+        'from_swift': ({'messages': TURNS, 'rejected_response': 'e', 'tools': [TOOL]},
+                       [['ab', 'cd'], ['ab', 'e']], [1]),
         'from_transcripts': ({'chosen': transcript + 'd', 'rejected': transcript + 'e'},
                              [['a\n\nstill a', 'b', 'c', 'd'], ['a\n\nstill a', 'b', 'c', 'e']], [3]),
-        'from_history': ({'history': [['h', 'i']], 'instruction': 'a', 'output': 'b'}, [['h', 'i', 'a', 'b']], [1, 3]),
+        'from_history': ({'history': [['h', 'i']], 'instruction': 'a', 'input': 'c', 'output': 'b', 'system': 's'},
+                         [['s', 'h', 'i', 'a\nc', 'b']], [2, 4]),
         'from_functions': ({'messages': TURNS, 'functions': [{'name': 'add'}]}, [['ab', 'cd']], [1]),
-        'from_weights': ({'messages': [*TURNS, ASK, WORSE | {'train_on_turn': 0}]}, [['ab', 'cd', 'ab', 'e']], [1])}
+        'from_weights': ({'messages': [*TURNS, ASK, WORSE | {'train_on_turn': 0}], 'tools': [TOOL]},
+                         [['ab', 'cd', 'ab', 'e']], [1])}
     assert len(rows) == code.count('def from_')
     for name, (row, texts, counted) in rows.items():
         (tmp_path / 'convert.py').write_text(code.replace('from_swift(json', f'{name}(json'))
@@ -300,7 +306,7 @@ def test_rows_of_other_forms_become_messages_by_the_functions_in_the_readme(tmp_
         example = read_example(json.loads(done.stdout))
         assert [[m['content'] for m in each] for each in example.conversations] == texts
         assert example.counted == [counted] * len(texts)
-        assert bool(example.tools) == (name == 'from_functions')
+        assert bool(example.tools) == (name == 'from_functions' or 'tools' in row)
 
 
 def test_rows_without_an_answer_that_counts_are_left_out_and_answers_without_an_end_refused(made, tmp_path):
@@ -308,7 +314,7 @@ def test_rows_without_an_answer_that_counts_are_left_out_and_answers_without_an_
     lines = [{'messages': TURNS}] * 2 + [{'messages': [ASK, ANSWER | {'weight': 0}]}]
     (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, lines)))
     said = succeeded(prepare('chat', tmp_path / 'a.jsonl', f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "a"}'))
-    assert '1 rows left out: no answer in them counts' in said.stdout
+    assert '1 rows left out: no answer in them counts, by their "weight" or a "label" of 0' in said.stdout
     edit_json(tmp_path / 'tokenizer_config.json', chat_template=GLM)
     result = prepare('chat', tmp_path / 'a.jsonl', f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "b"}')
     assert_refused(result, 'no answer ends with a token that ends it')

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import json
 import os
+import pickle
 import random
 import re
 import shlex
@@ -211,6 +212,13 @@ def test_bpe_bins_are_what_nanogpt_writes(tmp_path, bpe_env, encode):
     assert (meta['vocab_size'], meta['dtype'], meta['tokenizer']) == (50257, 'uint16', {'kind': 'gpt2'})
 
 
+def test_a_meta_pkl_of_nanogpt_becomes_a_meta_json(tmp_path):
+    assert_refused(run_script('data/convert_meta.py', tmp_path), 'name the folder that has the meta.pkl')
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}}))
+    assert run_script('data/convert_meta.py', tmp_path).returncode == 0
+    assert json.loads((tmp_path / 'meta.json').read_text())['tokenizer'] == {'kind': 'char', 'chars': 'ab'}
+
+
 @pytest.mark.slow
 def test_a_vocabulary_above_65536_takes_uint32(tmp_path, env):
     text = ''.join(chr(i) for i in range(0x10000, 0x10000 + 65537))
@@ -273,6 +281,30 @@ def test_fineweb_has_its_documents_in_order_each_behind_the_end_token(tmp_path, 
     assert len(val) == 100 and meta['tokenizer'] == {'kind': 'gpt2'} and 'val has 100 tokens' in said
     prepare('fineweb', *files[::-1], '--val_tokens=100', '--out_dir', tmp_path / 'out', env=bpe_env)
     assert read(tmp_path / 'out')[1].tolist() != val.tolist()  # in the order in which they are named
+
+
+def test_fineweb_skips_rows_without_a_text_and_says_what_is_left_for_train(tmp_path, bpe_env, encode):
+    pyarrow = pytest.importorskip('pyarrow')
+    pytest.importorskip('pyarrow.parquet')
+    texts = ['the weather there ' * 9, None, 'the weather here ' * 9]
+    file = parquet(tmp_path / 'in', texts, n_files=1) / 'train-00000.parquet'
+    said = prepare('fineweb', file, '--val_tokens=5', '--out_dir', tmp_path / 'out', env=bpe_env)
+    train, val, _ = read(tmp_path / 'out')
+    assert [*val, *train] == [i for text in texts if text for i in [EOT, *encode(text)]]
+    assert 'skipped 1 rows without a text' in said
+    assert 'the first 100,000,000 tokens are for val; give a smaller --val_tokens' in refuse(
+        'fineweb', file, '--out_dir', tmp_path / 'none', env=bpe_env)
+    assert files_in(tmp_path / 'none') == []
+    numbers = tmp_path / 'numbers.parquet'
+    pyarrow.parquet.write_table(pyarrow.table({'text': [1, 2]}), numbers)
+    assert 'a column "text" of another type, int' in refuse(
+        'fineweb', numbers, '--out_dir', tmp_path / 'none', env=bpe_env)
+
+
+def test_openwebtext_takes_a_folder_whose_name_is_a_pattern(tmp_path, bpe_env):
+    folder = parquet(tmp_path / 'in [1]', [f'document {i}' for i in range(3)])
+    prepare('openwebtext', folder, '--num_proc=1', '--out_dir', tmp_path / 'out', env=bpe_env)
+    read(tmp_path / 'out')
 
 
 # -----------------------------------------------------------------------------
@@ -360,6 +392,59 @@ def test_a_folder_that_cannot_be_written_gets_one_line_and_keeps_no_half_data_se
         read(out)
 
 
+def test_files_of_others_are_kept(tmp_path, env):
+    text = text_file(tmp_path, TEXT)
+    out = tmp_path / 'out'
+    (out / 'ckpt').mkdir(parents=True)
+    for script in ('text', 'shakespeare_char'):
+        assert 'is the folder of a run, which would lose its tokenizer' in refuse(
+            script, text, '--out_dir', out, env=env)
+    (out / 'ckpt').rmdir()
+    (out / 'tokenizer').mkdir()
+    for name in ('my_vocab.json', 'tokenizer.json'):
+        (out / 'tokenizer' / name).write_text('{}')
+    prepare('text', text, '--tokenizer=char', '--out_dir', out, env=env)
+    assert files_in(out) == ['meta.json', 'tokenizer/my_vocab.json', 'train.bin', 'val.bin']
+
+
+def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env):
+    fcntl = pytest.importorskip('fcntl')
+    out = tmp_path / 'out'
+    out.mkdir()
+    text = text_file(tmp_path, TEXT)
+    lock = os.open(out, os.O_RDONLY)  # as prepare.py does until it has renamed the last file
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert 'another process prepares a data set in' in refuse('text', text, '--out_dir', out, env=env)
+    os.close(lock)
+    code = """
+import os, runpy, sys
+sys.path[:0] = [os.path.dirname(os.path.dirname(sys.argv[1]))]
+import common, jax_flags
+finish = common.count_tokens
+def count_tokens(*args):  # after the last token is written
+    lock = os.open(sys.argv[-1], os.O_RDONLY)
+    print('locked' if not jax_flags.lock_file(lock) else 'free')
+    os.close(lock)
+    return finish(*args)
+common.count_tokens = count_tokens
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name='__main__')
+"""
+    python, *arguments = command('text', text, '--tokenizer=char', '--out_dir', out)
+    done = subprocess.run([python, '-c', code, *arguments], env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[:2] == ['locked'] * 2, done.stderr + done.stdout
+
+
+def test_a_file_that_is_named_twice_is_read_once(tmp_path, env):
+    folder = tmp_path / 'in'
+    folder.mkdir()
+    files = [text_file(folder, letter * 200, f'{letter}.txt') for letter in 'ab']
+    (folder / 'link.txt').symlink_to(files[0])
+    done = run_to_the_end('text', folder, *files, '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
+    assert 'read 2 documents of 2 files, 400 bytes' in done.stdout
+    assert done.stderr == '3 files are named more than once, and read once\n'
+
+
 def test_the_masks_and_templates_of_an_older_data_set_are_removed(tmp_path, env):
     for name in ('train_mask.bin', 'val_mask.bin', 'train_ends.bin', 'val_ends.bin', 'tokenizer/chat_template.jinja'):
         (tmp_path / 'out' / 'tokenizer').mkdir(parents=True, exist_ok=True)
@@ -417,7 +502,8 @@ def test_pystdlib_takes_plain_code_in_an_order_that_does_not_depend_on_the_file_
            ('notes.txt', b'text\n'), ('_sysconfigdata__linux.py', b'x = 1\n'), ('test/a.py', b'a\n')]
     last = [('windows.py', b'a = 1\r\nb = 2\r\n'), ('unfinished.py', b'a = 1')]
     for name, files in (('up', good + bad + last), ('down', (good + bad + last)[::-1])):
-        prepare('pystdlib_char', code_base(tmp_path / 'in' / name, files), '--out_dir', tmp_path / name, env=env)
+        said = prepare('pystdlib_char', code_base(tmp_path / 'in' / name, files), '--out_dir', tmp_path / name, env=env)
+        assert 'left out 3 files with other characters than printable ASCII' in said
     assert snapshot(tmp_path / 'up') == snapshot(tmp_path / 'down')
     train, val = decoded(tmp_path / 'up')
     assert parts(train + val) == {name: content.decode() for name, content in good} | {
@@ -643,7 +729,7 @@ def test_compressed_files_of_a_folder_are_read_unless_their_content_is_beside_th
     folder.mkdir()
     for name, letter in (('a.txt', 'a'), ('b.txt', 'b')):
         text_file(folder, letter * 100, name)
-        with gzip.open(folder / f'{name}.gz', 'wt') as file:
+        with gzip.open(folder / f'{name}.GZ', 'wt') as file:
             file.write(letter * 100)
     (folder / 'b.txt').unlink()
     for suffixes in ([], ['--suffix=.md, .txt']):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from jax_text import load
-from tests.common import ROOT, assert_refused, prepare, run_script, succeeded, train
+from tests.common import GOLDEN, ROOT, assert_refused, prepare, run_script, succeeded, train
 
 CODE = '''"""{module} holds small things.
 
@@ -196,3 +196,7 @@ def test_what_cannot_be_prepared_is_one_line(tmp_path, package):
     assert_refused(prepare('pychat', tmp_path / 'none', f'--tokenizer={package}'), 'is not a folder')
     (tmp_path / 'empty').mkdir()
     assert_refused(prepare('pychat', tmp_path / 'empty', f'--tokenizer={package}'), 'has 0 names with a docstring')
+    (tmp_path / 'chats.jsonl').write_text('mine')
+    refused = prepare('pychat', package, f'--tokenizer={GOLDEN / "letters"}', f'--out_dir={tmp_path}')
+    assert_refused(refused, 'is not of this script')
+    assert (tmp_path / 'chats.jsonl').read_text() == 'mine'

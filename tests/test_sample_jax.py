@@ -408,6 +408,11 @@ def test_a_text_with_a_bpe_of_its_own_is_trained_sampled_and_exported(tmp_path):
     settings = json.loads((tmp_path / 'model' / 'tokenizer_config.json').read_text())
     assert settings['tokenizer_class'] == 'PreTrainedTokenizerFast'
     assert HFTokenizer(tmp_path / 'model').stop_tokens == (0,)
+    # with the tokenizer of other data its ids would be other texts
+    (tmp_path / 'b.py').write_text('import os\n\nos.listdir()\n' * 40)
+    succeeded(prepare('text', tmp_path / 'b.py', '--tokenizer=bpe:280', '--out_dir', tmp_path / 'other'))
+    shutil.copytree(tmp_path / 'other' / 'tokenizer', tmp_path / 'out' / 'tokenizer', dirs_exist_ok=True)
+    assert_refused(sample(tmp_path / 'out', '--start=def'), 'tokenizer has been replaced: it has other tokens')
 
 
 @pytest.mark.slow

@@ -166,7 +166,7 @@ def test_a_rope_model_learns_longer_sequences_from_its_run_or_resumed(dataset, t
     resumed = copy_folder(short, tmp_path / 'resumed')
     said = succeeded(train(resumed, *RESUME, '--block_size=32', '--max_iters=100', '--lr_decay_iters=100')).stdout
     assert 'learns to read 32' in said and load_run(resumed)[0].block_size == 32
-    assert 'sequences of 32 tokens from iteration 60 on, of 8 before: the best validation loss begins anew' in said
+    assert 'block_size: 32 from iteration 60 on, 8 before: the best validation loss begins anew' in said
     # every position, seen before or not, is at least as good afterwards
     config, _, _ = load_run(short, 'latest')
     assert config.block_size == 8

@@ -769,6 +769,9 @@ class FakeWandb:
         self.started += 1
         return self
 
+    def finish(self, exit_code):
+        self.exit_code = exit_code
+
 
 @pytest.mark.slow
 def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeypatch):
@@ -782,6 +785,28 @@ def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeyp
     assert wandb.logged[0]['mfu'] is None
     assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
     assert 0 < mfu[19] < 1
+    assert wandb.exit_code == 0  # finished: the next run of this process is a new one
+
+
+def test_a_run_goes_on_without_wandb_if_that_fails(flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    wandb.log = lambda record: 1 / 0
+    done = succeeded(train(tmp_path, *flags, '--wandb_log=True'))
+    assert done.stderr == 'wandb does not log any more, from iteration 0 on: division by zero\n'
+    assert choose_checkpoint(tmp_path)[0] == 20
+
+
+def test_a_model_that_a_run_starts_from_is_not_overwritten_by_it(finished, flags, tmp_path):
+    run = copy_folder(finished[0], tmp_path)
+    for more in ([], ['--lora_rank=2']):
+        kept = sorted(path.name for path in (run / 'ckpt').iterdir())
+        assert_refused(train(run, *flags, f'--init_from={run}', '--overwrite=True', *more),
+                       'holds the model that this run starts from')
+        assert sorted(path.name for path in (run / 'ckpt').iterdir()) == kept
+    model = copy_folder(GOLDEN / 'hf', tmp_path)
+    settings = (model / 'config.json').read_bytes()
+    assert_refused(train(model, *flags), 'is the folder of a model')
+    assert (model / 'config.json').read_bytes() == settings and not (model / 'ckpt').exists()
 
 
 def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from jax_run.checkpoints import checkpoint_steps
+from jax_run.checkpoints import checkpoint_steps, choose_checkpoint
+from jax_run.log import read_metrics
 from tests.common import (
     FAMILIES, RESUME, ROOT, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
     write_random_data)
@@ -129,6 +130,23 @@ def test_an_honest_run_of_any_kind_verifies(kinds, flags, tmp_path):
     device = '--device=cpu' if '--device=cpu' in flags else '--device=cpu:0'
     code, lines = verify(tmp_path / 'out', device)
     assert code == 0 and lines[-1].endswith(': the same bits') and len(lines) >= 3, lines
+
+
+def test_evaluations_of_another_size_begin_anew_and_are_not_compared(dataset, tmp_path):
+    out = tmp_path / 'out'
+    succeeded(train(out, f'--dataset={dataset}', '--device=cpu:0', *TRAIN))
+    records = [record for record in read_metrics(out) if 'val_loss' in record]
+    n = records[-1]['iter']
+    longer = [f'--max_iters={2 * n}', f'--lr_decay_iters={2 * n}']
+    said = succeeded(train(out, *RESUME, '--eval_iters=7', *longer)).stdout
+    size = 7 * choose_checkpoint(out)[1]['flags']['batch_size']
+    assert f'sequences of an evaluation: {size} from iteration {n} on, ' in said
+    latest = choose_checkpoint(out, 'latest')[1]
+    since = [record['val_loss'] for record in read_metrics(out) if record['iter'] >= n and 'val_loss' in record]
+    assert latest['best_val_loss'] in since and choose_checkpoint(out)[0] > n
+    code, lines = verify(out)
+    assert code == 0 and all(line.endswith(': the same bits') for line in lines[1:]), lines
+    assert not any('iterations 0 to' in line for line in lines)
 
 
 def test_a_run_that_was_resumed_in_between_verifies(dataset, tmp_path):

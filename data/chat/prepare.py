@@ -24,10 +24,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    CHAT_TOKENS, PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, positive, remove)
+    CHAT_TOKENS, PARTS, UserError, create_parser, fail, finish_data_set, load_model_tokenizer, locked_folder,
+    positive, remove)
 from forms import read_example
 from jax_hub.chats import OTHER_PROMPT
-from jax_flags import digest, lock_file, read_json, whole_characters, write_json
+from jax_flags import digest, read_json, whole_characters, write_json
 from reading import read_rows, read_text
 
 import numpy as np
@@ -79,16 +80,12 @@ def read_examples(path, enc, vocabulary, folder, source):
     enc: an HFTokenizer. vocabulary: its Vocabulary. folder: the folder of the data set. source: a
     dict with the input file and the options that change the tokens. If a row is not valid, removes
     the files and raises UserError."""
-    os.makedirs(folder, exist_ok=True)
     paths = [Path(folder, name) for name in (
         'chats.part.bin', 'chats_mask.part.bin', 'chats_bytes.part.bin')]
     dtypes = vocabulary.dtype, np.dtype(np.uint8), np.dtype(np.uint32)
     journal_path = Path(folder, 'journal.part.jsonl')
     with contextlib.ExitStack() as stack:
         journal = stack.enter_context(open(journal_path, 'ab'))
-        if not lock_file(journal):
-            fail(f'another process prepares a data set in {folder}; wait for it, or choose '
-                 'another --out_dir')
         if read_json(Path(folder, 'source.part.json'), optional=True) != source:
             journal.truncate(0)
             write_json(Path(folder, 'source.part.json'), source)
@@ -180,7 +177,7 @@ def encode_row(row, enc):
     that are done. Told.update counts how often each of the notes occurs. enc: an HFTokenizer.
     Raises UserError if the row is not valid."""
     # half a character has no token
-    text = json.dumps(row, ensure_ascii=False, default=str)
+    text = json.dumps(row, ensure_ascii=False, default=without_bytes)
     example = read_example(json.loads(whole_characters(text)))
     line = {'lengths': [], 'forms': [example.form], 'columns': list(example.unread)}
     reason = why_left_out(example)
@@ -190,12 +187,18 @@ def encode_row(row, enc):
     return encoded, {**line, 'lengths': [len(chat.ids) for chat in encoded], 'lost': lost}
 
 
+def without_bytes(value):
+    """Returns a value that is not of JSON, as parquet may have, in a form that is: a date as a text.
+    Bytes become an object, which is refused where a text is needed."""
+    return {'bytes': len(value)} if isinstance(value, bytes) else str(value)
+
+
 def why_left_out(example):
     """Returns a text, the reason why an Example is left out of the data set; '' if it is kept. An
     Example is left out if one of its conversations has no answer that counts in the loss, or if the
     two conversations of a pair are equal. A model would learn nothing from such an Example."""
     if not all(example.counted):
-        return 'no answer in them counts'
+        return 'no answer in them counts, by their "weight" or a "label" of 0'
     if len(example.conversations) == 2 and example.conversations[0] == example.conversations[1]:
         return '"chosen" and "rejected" are the same'
     return ''
@@ -373,32 +376,12 @@ def check_prompts(told, n, enc):
          f'answer badly: the generation prompt of the chat template is {prompt[-20:]!r}; {why}')
 
 
-def main():
-    """Prepares the data set that the flags ask for."""
-    parser = create_parser(__doc__, here)
-    parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'),
-                        help='a file of rows: JSON lines, a JSON array, CSV or parquet')
-    parser.add_argument('--tokenizer', required=True,
-                        help='the model: a run, a data set, a Hugging Face folder or owner/name, '
-                             "or gpt2 for GPT-2's BPE")
-    parser.add_argument('--rows', type=positive, metavar='BLOCK_SIZE',
-                        help='pack whole conversations into rows of this block_size')
-    parser.add_argument('--template', metavar='plain|chatml|FILE',
-                        help="a chat template in place of the model's: plain, for any tokenizer; "
-                             'chatml, for those of data/text/prepare.py --chat; or a '
-                             'file, one with {%% generation %%}. Runs keep it')
-    args = parser.parse_args()
-
+def make_data_set(args, enc, vocabulary, source):
+    """Writes the data set of the flags `args`, and prints what it has. enc, vocabulary, source: see
+    read_examples. Raises UserError, and removes the unfinished files, if a row cannot be read or
+    there are too few."""
     # The conversations of all rows, as ids with their masks.
-    template = read_template(args.template)
-    enc, vocabulary = load_model_tokenizer(
-        args.tokenizer, template, PLAIN_STOP if args.template == 'plain' else None)
-    check_template_tokens(args.template, enc)
     folder = args.out_dir
-    state = os.stat(args.input) if os.path.isfile(args.input) else None
-    source = {'input': os.path.abspath(args.input), 'template': template,
-              'size': state and state.st_size, 'changed': state and state.st_mtime_ns,
-              'tokenizer': digest(vocabulary.files)}
     read = read_examples(args.input, enc, vocabulary, folder, source)
     told = read.told
     n_examples = len(read.ends) // read.n_each
@@ -447,6 +430,34 @@ def main():
     if columns:
         said.append(f'columns of rows that were not read: {", ".join(columns)}')
     print('\n'.join(filter(None, said)))
+
+
+def main():
+    """Prepares the data set that the flags ask for."""
+    parser = create_parser(__doc__, here)
+    parser.add_argument('input', nargs='?', default=os.path.join(here, 'example.jsonl'),
+                        help='a file of rows: JSON lines, a JSON array, CSV or parquet')
+    parser.add_argument('--tokenizer', required=True,
+                        help='the model: a run, a data set, a Hugging Face folder or owner/name, '
+                             "or gpt2 for GPT-2's BPE")
+    parser.add_argument('--rows', type=positive, metavar='BLOCK_SIZE',
+                        help='pack whole conversations into rows of this block_size')
+    parser.add_argument('--template', metavar='plain|chatml|FILE',
+                        help="a chat template in place of the model's: plain, for any tokenizer; "
+                             'chatml, for those of data/text/prepare.py --chat; or a '
+                             'file, one with {%% generation %%}. Runs keep it')
+    args = parser.parse_args()
+
+    template = read_template(args.template)
+    enc, vocabulary = load_model_tokenizer(
+        args.tokenizer, template, PLAIN_STOP if args.template == 'plain' else None)
+    check_template_tokens(args.template, enc)
+    state = os.stat(args.input) if os.path.isfile(args.input) else None
+    source = {'input': os.path.abspath(args.input), 'template': template,
+              'size': state and state.st_size, 'changed': state and state.st_mtime_ns,
+              'tokenizer': digest(vocabulary.files)}
+    with locked_folder(args.out_dir):
+        make_data_set(args, enc, vocabulary, source)
 
 
 if __name__ == '__main__':

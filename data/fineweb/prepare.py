@@ -11,8 +11,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    choose_vocabulary, count_bytes, count_bytes_of, create_encoder, create_parser, fail, finish_data_set, join,
-    make_folder, positive)
+    PARTS, choose_vocabulary, count_bytes, count_bytes_of, create_encoder, create_parser, fail, finish_data_set, join,
+    make_folder, positive, remove)
 from reading import read_rows
 
 from tqdm import tqdm
@@ -33,12 +33,19 @@ def download():
     return [os.path.join(folder, name) for name in sorted(os.listdir(folder))]
 
 def read_texts(paths):
-    """Yields the text of each document of the parquet files `paths`."""
+    """Yields the text of each document of the parquet files `paths`. Skips rows without a text, and counts them in
+    skipped['rows']."""
     for path in paths:
         for _, row in read_rows(path, ['text']):
             if 'text' not in row:
                 fail(f'{path} has no column "text", only {", ".join(row):.200}')
-            yield row['text']
+            text = row['text']
+            if text is None:
+                skipped['rows'] += 1
+            elif isinstance(text, str):
+                yield text
+            else:
+                fail(f'{path} has a column "text" of another type, {type(text).__name__}')
 
 def val_bytes(batch, documents, n):
     """Returns how many bytes of text the first n tokens of a batch stand for. The tokens of a batch
@@ -65,6 +72,7 @@ encode = create_encoder(vocabulary, args.num_proc)
 before = vocabulary.begin or vocabulary.end # token that precedes each document
 
 make_folder(args.out_dir)
+skipped = {'rows': 0}
 texts = iter(tqdm(read_texts(args.input or download()), unit=' documents', disable=None))
 n_left = args.val_tokens # until val.bin is full
 n_bytes = {'train': 0, 'val': 0}
@@ -79,5 +87,10 @@ with open(path.format('val'), 'wb') as val, open(path.format('train'), 'wb') as 
         n_bytes['val'] += in_val
         n_bytes['train'] += count_bytes(batch) - in_val
         n_left = max(0, n_left - len(ids))
+if skipped['rows']:
+    print(f"skipped {skipped['rows']:,} rows without a text")
+if not n_bytes['train']:
+    remove(args.out_dir, PARTS)
+    fail(f'no text is left for train: the first {args.val_tokens:,} tokens are for val; give a smaller --val_tokens')
 for split, n in finish_data_set(args.out_dir, vocabulary, n_bytes=n_bytes).items():
     print(f'{split} has {n:,} tokens')

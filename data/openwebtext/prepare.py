@@ -49,8 +49,12 @@ def main():
     features = Features({'ids': List(Value(vocabulary.dtype.name)), 'len': Value('int64'), 'bytes': Value('int64')})
     try:
         if args.input:
-            pattern = f'{args.input}/**/*.parquet' if os.path.isdir(args.input) else args.input
-            files = sorted(glob.glob(pattern, recursive=True))
+            files = [args.input]
+            if os.path.isdir(args.input):
+                files = sorted(glob.glob(f'{glob.escape(args.input)}/**/*.parquet', recursive=True))
+            elif not os.path.exists(args.input):
+                files = sorted(glob.glob(args.input, recursive=True)) # a pattern
+            files = [glob.escape(file) for file in files] # datasets takes patterns
             dataset = load_dataset('parquet', data_files=files, split='train', columns=['text'])
         else:
             dataset = load_dataset(hub_name, split='train', num_proc=args.num_proc)

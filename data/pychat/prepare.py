@@ -60,7 +60,7 @@ def main():
     # the names, and conversations about them
     names, every = read_names(args.input)
     if len(names) < 20:
-        fail(f'{args.input} has {len(names)} names with a docstring of a sentence, too few')
+        fail(f'{args.input} has {len(names)} names with a docstring of a sentence in ASCII, too few')
     load_model_tokenizer(args.tokenizer)  # refuses what is none, before a minute's work
     library = Path(args.input).resolve().name if args.input else "Python's library"
     maker = Maker(names, every, library, args.seed)
@@ -69,6 +69,8 @@ def main():
     # data/chat/prepare.py takes the last tenth for validation
     val = maker.make('val', n_invented)[:math.ceil(len(train) / 9)]
     folder = Path(args.out_dir)
+    if (folder / 'chats.jsonl').exists() and not (folder / 'tasks').exists():
+        fail(f"{folder / 'chats.jsonl'} is not of this script; choose another --out_dir")
     write_rows(folder / 'chats.jsonl', train + val)
 
     # the questions for eval_jax.py

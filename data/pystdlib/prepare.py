@@ -20,8 +20,9 @@ skip = {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_
 allowed = bytes(range(32, 127)) + b'\n' # printable ASCII, so the vocabulary stays small
 
 def read_code(root):
-    """Returns {path: text} of the Python files under a folder; the text begins with a line that names the path."""
-    files = {}
+    """Returns ({path: text} of the Python files under a folder, a text begins with a line that names the path; the
+    number of files that are left out, because they have other characters than printable ASCII and newlines)."""
+    files, n_left_out = {}, 0
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [d for d in subfolders if d not in skip]
         for name in names:
@@ -33,9 +34,11 @@ def read_code(root):
                 except OSError:
                     continue # a dangling link, say
                 path = os.path.relpath(path, root).replace(os.sep, '/')
-                if code and path.isascii() and path.isprintable() and not code.translate(None, allowed):
+                if not (path.isascii() and path.isprintable()) or code.translate(None, allowed):
+                    n_left_out += 1
+                elif code:
                     files[path] = f'# ---- {path}\n{code.decode()}' + '\n' * (not code.endswith(b'\n'))
-    return files
+    return files, n_left_out
 
 def main(doc, out_dir, tokenizer):
     parser = create_parser(doc, out_dir, rows=True)
@@ -46,7 +49,7 @@ def main(doc, out_dir, tokenizer):
     root = args.input or sysconfig.get_paths()['stdlib']
     if not os.path.isdir(root):
         fail(f'{root} is not a folder; name a folder of Python code')
-    files = read_code(root)
+    files, n_left_out = read_code(root)
     # shuffled, so that train and val are alike, but by the hash of the name: the same order on every disk
     texts = [files[path] for path in sorted(files, key=lambda path: hashlib.sha1(path.encode()).digest())]
 
@@ -66,6 +69,8 @@ def main(doc, out_dir, tokenizer):
     n_bytes = {'train': count_bytes(train), 'val': count_bytes(val)}
     sizes = save_documents(args.out_dir, documents, vocabulary, args.rows, n_bytes=n_bytes)
     print(f'{len(files)} files of {root}, Python {platform.python_version()}')
+    if n_left_out:
+        print(f'left out {n_left_out} files with other characters than printable ASCII, such as tabs')
     print(f'length of dataset in characters: {n:,}')
     print(f'vocab size: {vocabulary.size:,}')
     for split, n in sizes.items():

@@ -18,8 +18,8 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     TOKENIZER_HELP, choose_vocabulary, create_encoder, create_parser, cut, fail, finish_data_set,
-    join, positive)
-from jax_flags import digest, lock_file, read_json, whole_characters, write_json
+    join, locked_folder, positive)
+from jax_flags import digest, read_json, whole_characters, write_json
 from reading import PACKED_ENDINGS, ROW_ENDINGS, ending, read_blocks, read_rows
 
 import numpy as np
@@ -34,7 +34,8 @@ def find_files(paths, suffixes):
     """Returns the files that `paths` name. For a folder these are the files in it with one of the
     endings `suffixes`, in the order of their names. A compressed file counts as one with the ending
     of its content (a.txt.gz), unless the folder also has the file that is not compressed (a.txt).
-    Raises UserError if a path is neither a file nor a folder, or if no file is found."""
+    A file that is named more than once, also by links, is returned once. Raises UserError if a path
+    is neither a file nor a folder, or if no file is found."""
     found = []
     for root in paths:
         if not os.path.exists(root):
@@ -56,7 +57,13 @@ def find_files(paths, suffixes):
     if not found:
         fail(f'{", ".join(paths)} has no file that ends in {" or ".join(suffixes)}; name another '
              'end with --suffix')
-    return found
+
+    # A text that is read twice would be in train and in val.
+    once = list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+    if len(once) < len(found):
+        print(f'{len(found) - len(once):,} files are named more than once, and read once',
+              file=sys.stderr)
+    return once
 
 
 def refuse(error):
@@ -114,8 +121,11 @@ class Texts:
 
             # It has none: either the key is wrong, or it is skipped.
             if not has_text and isinstance(row, dict) and self.key not in row:
+                as_it_is = ', or take the file as it is with --key='
+                if path.lower().endswith('.parquet'):
+                    as_it_is = ''
                 fail(f'{path}, {where} has no {self.key!r}, only {", ".join(row):.200}; name what '
-                     'is the text with --key, or take the file as it is with --key=')
+                     f'is the text with --key{as_it_is}')
             if self.strict:
                 fail(f'{path}, {where} has no text under {self.key!r}; mend it, or leave out '
                      '--strict')
@@ -231,13 +241,9 @@ def write_tokens(folder, source, texts, vocabulary, num_threads):
     call with the same source was interrupted, this call continues after the last piece in
     lengths.part.bin. source: a JSON value that says which input and which options the tokens are
     made from. texts: a Texts. num_threads: the number of threads that tokenize."""
-    os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         *files, log = [stack.enter_context(open(os.path.join(folder, f'{name}.part.bin'), 'ab'))
                        for name in ('train', 'val', 'lengths')]
-        if not lock_file(log):
-            fail(f'another process prepares a data set in {folder}; wait for it, or choose '
-                 'another --out_dir')
         source_path = os.path.join(folder, 'source.part.json')
         if read_json(source_path, optional=True) != source:
             log.truncate(0)
@@ -300,9 +306,10 @@ def main():
               for path in files]
     source = {'files': states, 'vocabulary': digest([vocabulary.tokenizer, vocabulary.files]),
               'tokenizer': args.tokenizer, 'chat': args.chat, 'key': args.key, 'pieces': 3}
-    lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
-    sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows,
-                            n_bytes=texts.split_bytes)
+    with locked_folder(args.out_dir):
+        lengths = write_tokens(args.out_dir, source, texts, vocabulary, args.num_proc)
+        sizes = finish_data_set(args.out_dir, vocabulary, lengths, args.rows,
+                                n_bytes=texts.split_bytes)
 
     # What was read, and what has become of it.
     print(f'read {texts.n_documents:,} documents of {len(files):,} files, {texts.n_bytes:,} bytes')
