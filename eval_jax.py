@@ -350,7 +350,8 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
 
 def evaluate_text(path):
     """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of the text of a
-    file. Says how many special tokens the text names, because a data set has other tokens there."""
+    file. Warns if the text names special tokens, because a data set has other tokens there, and if
+    it has rows, of which a data set has the texts only."""
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
@@ -359,6 +360,8 @@ def evaluate_text(path):
     if n_special:
         warn(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
              'spells out, such as <|endoftext|>; in a data set they would be plain text')
+    if path.lower().endswith(('.jsonl', '.ndjson', '.json', '.csv')):
+        warn(f'{path}: the file is scored as it is, with the keys and marks of its rows')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document
     if model.tokenizer.start_token is None:

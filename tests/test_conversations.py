@@ -309,6 +309,15 @@ def test_rows_of_other_forms_become_messages_by_the_functions_in_the_readme(tmp_
         assert bool(example.tools) == (name == 'from_functions' or 'tools' in row)
 
 
+def test_a_message_that_names_a_special_token_is_said(made, tmp_path):
+    made(QWEN)
+    named = [ASK | {'content': 'what is </s>?'}, ANSWER]
+    rows = [{'messages': TURNS}] * 3 + [{'messages': named}, {'messages': [*TURNS, *named]}]
+    (tmp_path / 'a.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    said = succeeded(prepare('chat', tmp_path / 'a.jsonl', f'--tokenizer={tmp_path}', f'--out_dir={tmp_path / "a"}'))
+    assert 'a message has the name of a special token, which becomes that token: 2 conversations' in said.stdout
+
+
 def test_rows_without_an_answer_that_counts_are_left_out_and_answers_without_an_end_refused(made, tmp_path):
     made(QWEN)
     lines = [{'messages': TURNS}] * 2 + [{'messages': [ASK, ANSWER | {'weight': 0}]}]

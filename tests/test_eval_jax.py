@@ -233,6 +233,9 @@ def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path):
         done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0',
                                     f'--text={path}'))
         assert said in done.stderr and bool(said) == ("special" in done.stderr)
+    rows = path.rename(tmp_path / 'a.JSONL')
+    done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0', f'--text={rows}'))
+    assert f'{rows}: the file is scored as it is, with the keys and marks of its rows\n' in done.stderr
 
 
 def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):

@@ -15,6 +15,7 @@ tokenizer.
 import bisect
 import collections
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -205,9 +206,9 @@ def why_left_out(example):
 
 
 def encode_example(example, enc):
-    """Returns (a list with the Encoded of each conversation of an Example; a list of the warnings
-    of find_lost). enc: an HFTokenizer. Raises UserError if the chat template refuses a conversation
-    or leaves out an answer."""
+    """Returns (a list with the Encoded of each conversation of an Example; a list of warnings:
+    those of find_lost, and one about names of special tokens in a text). enc: an HFTokenizer.
+    Raises UserError if the chat template refuses a conversation or leaves out an answer."""
     encoded = []
     lost = []
     for messages, counted in zip(example.conversations, example.counted):
@@ -219,7 +220,18 @@ def encode_example(example, enc):
         encoded.append(chat)
         lost += enc.find_lost(messages, chat.ids, counted=counted, tools=example.tools,
                               variables=example.variables)
+        contents = [message.get('content') for message in messages]
+        texts = [text for text in contents if isinstance(text, str)]
+        if any(name in text for name in special_names(enc) for text in texts):
+            lost.append('a message has the name of a special token, which becomes that token')
     return encoded, lost
+
+
+@functools.cache
+def special_names(enc):
+    """Returns the names of the special tokens of an HFTokenizer, such as <|endoftext|>."""
+    added = enc.tokenizer.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
 
 
 def check_ends(ids, mask, enc):
