@@ -268,7 +268,7 @@ def print_what_is_left(flags, given, iter_num):
         longer = f'--max_iters={2 * iter_num}'
         if decays:
             longer += f' --lr_decay_iters={2 * iter_num}'
-        print(f'already at max_iters={max_iters}; a longer run: {longer}')
+        print(f'already at iteration {iter_num} (max_iters={max_iters}); a longer run: {longer}')
     elif decays and decay_iters < max_iters and 'lr_decay_iters' not in given:
         first = max(decay_iters, iter_num)
         print(f"iterations {first} to {max_iters} train at min_lr={flags['min_lr']:g}, because the "

@@ -442,6 +442,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, env):
     (folder / 'link.txt').symlink_to(files[0])
     done = run_to_the_end('text', folder, *files, '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
     assert 'read 2 documents of 2 files, 400 bytes' in done.stdout
+    assert decoded(tmp_path / 'out')[0].startswith('a' * 180)  # in the order of their names
     assert done.stderr == '3 files are named more than once, and read once\n'
 
 

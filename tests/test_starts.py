@@ -187,9 +187,9 @@ def test_learned_positions_end_where_the_run_ended(finished, more, tmp_path):
 # what a start says
 
 @pytest.mark.parametrize('iter_num, given, changed, said', [
-    (20, {}, {}, 'already at max_iters=20; a longer run: --max_iters=40 --lr_decay_iters=40\n'),
-    (30, {}, {}, 'already at max_iters=20; a longer run: --max_iters=60 --lr_decay_iters=60\n'),
-    (20, {}, {'decay_lr': False}, 'already at max_iters=20; a longer run: --max_iters=40\n'),
+    (20, {}, {}, 'already at iteration 20 (max_iters=20); a longer run: --max_iters=40 --lr_decay_iters=40\n'),
+    (30, {}, {}, 'already at iteration 30 (max_iters=20); a longer run: --max_iters=60 --lr_decay_iters=60\n'),
+    (20, {}, {'decay_lr': False}, 'already at iteration 20 (max_iters=20); a longer run: --max_iters=40\n'),
     (20, {'max_iters': 50}, {'max_iters': 50}, 'iterations 20 to 50 train at min_lr=0.1, because the schedule ends at '
      'lr_decay_iters=20; a longer one: --lr_decay_iters=50\n'),
     (20, {'max_iters': 50}, {'max_iters': 50, 'lr_schedule': 'constant'}, ''),

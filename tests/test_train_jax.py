@@ -325,7 +325,7 @@ def test_a_run_of_minutes_resumes_with_the_same_bits_and_does_not_measure_again(
     extended = succeeded(train(part, *RESUME, f'--max_iters={saved[-1] + 3}')).stdout
     assert f'step {saved[-1] + 3}: ' in extended
     ended = succeeded(train(part, *RESUME, '--max_iters=0')).stdout
-    assert 'already at max_iters=0' in ended and 'minutes=0.05: ' not in ended
+    assert '(max_iters=0); a longer run: ' in ended and 'minutes=0.05: ' not in ended
     assert_refused(train(part, *RESUME, '--minutes=0.2'), 'minutes is for a new run: .*max_iters=')
 
 

@@ -71,12 +71,12 @@ def main():
     folder = Path(args.out_dir)
     if (folder / 'chats.jsonl').exists() and not (folder / 'tasks').exists():
         fail(f"{folder / 'chats.jsonl'} is not of this script; choose another --out_dir")
-    write_rows(folder / 'chats.jsonl', train + val)
 
-    # the questions for eval_jax.py
+    # the questions for eval_jax.py; and the conversations last, because tasks/ says whose they are
     for split, prefix in (('val', 'val_'), ('test', '')):
         for name, conversations in maker.make_tasks(split).items():
             write_rows(folder / 'tasks' / f'{prefix}{name}.jsonl', conversations)
+    write_rows(folder / 'chats.jsonl', train + val)
     n_characters = sum(len(named.sentence) for named in names.values())
     source = args.input or f'the library of Python {platform.python_version()}'
     print(f'{len(names):,} names of {source}, {n_characters:,} characters of docstrings',

@@ -59,11 +59,13 @@ def find_files(paths, suffixes):
              'end with --suffix')
 
     # A text that is read twice would be in train and in val.
-    once = list({os.path.realpath(path): path for path in reversed(found)}.values())[::-1]
+    once = {}
+    for path in found:
+        once.setdefault(os.path.realpath(path), path)
     if len(once) < len(found):
         print(f'{len(found) - len(once):,} files are named more than once, and read once',
               file=sys.stderr)
-    return once
+    return list(once.values())
 
 
 def refuse(error):
