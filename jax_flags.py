@@ -277,9 +277,9 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
     Config files (Python files of assignments) and --name=value are applied in the order given.
     --help prints the flags and exits. The flags that a config file assigns at its top level count
     as given by the user, even if the value is the default. A config file can run another file, by
-    `from config.base import *` (config/base.py) or exec(open('base.py').read()). A flag that only this other file assigns
-    counts as given if its value changes. For example, if batch_size is 12 before the config file
-    runs, and base.py assigns 12 again, batch_size does not count as given.
+    `from config.base import *` (config/base.py) or exec(open('base.py').read()). A flag that only
+    this other file assigns counts as given if its value changes. For example, if batch_size is 12
+    before the config file runs, and base.py assigns 12 again, batch_size does not count as given.
 
     script: the path of the script. namespace: the script's globals(), which hold the defaults.
     argv: the arguments, by default those of the command line. ignored: names that are accepted
