@@ -41,7 +41,7 @@ def end_at_signals():
     def stop(number, frame):
         if os.getpid() != script:  # a worker of datasets, which has a copy of this function
             os._exit(128 + number)
-        # no error is printed from here on, nor those of a library that is interrupted as it tidies up
+        # no error is printed from here on, nor that of a library that fails as it tidies up
         sys.excepthook = lambda *error: sys.exit(128 + number)
         sys.unraisablehook = lambda error: None
         with contextlib.suppress(OSError):  # the terminal is gone
@@ -361,8 +361,6 @@ META_FORMAT = 2  # of meta.json; those without "format" have no digests
 PARTS = ('train.part.bin', 'val.part.bin', 'train.rows.part.bin', 'val.rows.part.bin',
          'lengths.part.bin', 'source.part.json', 'chats.part.bin', 'chats_mask.part.bin',
          'chats_bytes.part.bin', 'journal.part.jsonl', 'train_mask.part.bin', 'val_mask.part.bin')
-
-
 # what a data set's folder "tokenizer" may have, beside further chat templates
 TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'generation_config.json',
                    'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')

@@ -471,8 +471,8 @@ def load_tokenizer(description):
         case {'kind': 'folder', 'path': str(path)}:
             tokenizer = HFTokenizer(path, is_copy=description.get('is_copy', False))
             if description.get('digest', '') not in ('', tokens_digest(tokenizer.tokenizer)):
-                raise UserError(f'{path} has been replaced: it has other tokens than the run or the '
-                                'data set was made with; put the right tokenizer there')
+                raise UserError(f'{path} has been replaced: it has other tokens than the run or '
+                                'the data set was made with; put the right tokenizer there')
             return tokenizer
     raise UserError(f'{description!r:.100} does not describe a tokenizer, as meta.json should; '
                     'prepare the data set again')

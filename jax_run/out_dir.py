@@ -61,7 +61,7 @@ class OutDir:
         with contextlib.suppress(UserError):  # a damaged config.json is none of a model
             settings = read_json(self.folder.files / 'config.json', optional=True)
         refuse([
-            (self.earlier and os.path.realpath(source or '').startswith(inside),
+            (self.earlier and source and os.path.realpath(source).startswith(inside),
              f'{self.path} holds the model that this run starts from, which --overwrite=True would '
              'delete; choose another --out_dir'),
             ('model_type' in settings,
@@ -221,7 +221,8 @@ class OutDir:
             raise
 
     def close(self):
-        """Closes metrics.jsonl and wandb's run, and gives the lock back. After that, nothing is written."""
+        """Closes metrics.jsonl and wandb's run, and gives the lock back. After that, nothing is
+        written."""
         if self.metrics_log:
             self.metrics_log.close()
         if self.wandb_run:  # else the next run of this process would continue it

@@ -56,6 +56,7 @@ def test_the_decoding_benchmark_takes_a_ckpt_pt_of_characters_with_its_data_set(
     assert_refused(run_script('bench_jax.py', *flags), 'name the data set')
 
 
+@pytest.mark.slow
 def test_the_decoding_benchmark_counts_the_experts_that_a_step_is_expected_to_read():
     experts = ['--n_expert=4', '--n_expert_used=2', '--n_inner=8', '--mlp=swiglu', '--bias=False']
     result = run_script('bench_jax.py', '--mode=decode', *BENCH, *experts, '--prompt_len=4', '--max_new_tokens=8')

@@ -796,7 +796,7 @@ def test_a_run_goes_on_without_wandb_if_that_fails(flags, tmp_path, monkeypatch)
     assert choose_checkpoint(tmp_path)[0] == 20
 
 
-def test_a_model_that_a_run_starts_from_is_not_overwritten_by_it(finished, flags, tmp_path):
+def test_a_model_that_a_run_starts_from_is_not_overwritten_by_it(finished, flags, tmp_path, monkeypatch):
     run = copy_folder(finished[0], tmp_path)
     for more in ([], ['--lora_rank=2']):
         kept = sorted(path.name for path in (run / 'ckpt').iterdir())
@@ -807,6 +807,9 @@ def test_a_model_that_a_run_starts_from_is_not_overwritten_by_it(finished, flags
     settings = (model / 'config.json').read_bytes()
     assert_refused(train(model, *flags), 'is the folder of a model')
     assert (model / 'config.json').read_bytes() == settings and not (model / 'ckpt').exists()
+    monkeypatch.chdir(run / 'ckpt')  # a run from scratch starts from nothing here
+    succeeded(train(run, *flags, '--overwrite=True', '--max_iters=1', '--lr_decay_iters=0'))
+    assert choose_checkpoint(run)[0] == 1
 
 
 def test_a_start_that_is_refused_starts_no_wandb_run(finished, flags, tmp_path, monkeypatch):

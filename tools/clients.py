@@ -7,8 +7,8 @@ $ python tools/clients.py http://localhost:8000 --clients=1,8,1,8 --requests=16 
 A row says how many tokens per second all clients get together, also as a multiple of the first row;
 how long the first piece of an answer takes; and how many texts differ from those of the first row.
 The tokens per second are those of the time in which all clients had a request (speed_while_busy).
-All rows send the same requests: request i has seed i, and its number is in the prompt. Before the first
-row, each number of clients runs once without being measured, so that the server compiles.
+All rows send the same requests: request i has seed i, and its number is in the prompt. Before the
+first row, each number of clients runs once without being measured, so that the server compiles.
 """
 import argparse
 import json
@@ -80,7 +80,8 @@ def speed_while_busy(answers):
 
 
 def positive(text):
-    """Returns the whole number that a text says. Raises ArgumentTypeError unless it is 1 or more."""
+    """Returns the whole number that a text says. Raises ArgumentTypeError unless it is at least
+    1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f'{text} is no whole number from 1 on')
     return int(text)
@@ -95,17 +96,21 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('url')
-    parser.add_argument('--clients', type=positives, default='1,8', help='numbers of them, a row each')
+    parser.add_argument('--clients', type=positives, default='1,8',
+                        help='numbers of them, a row each')
     parser.add_argument('--requests', type=positive, default=16, help='of a row')
-    parser.add_argument('--prompt', default='Once upon a time {}', help='{} is the number of the request')
+    parser.add_argument('--prompt', default='Once upon a time {}',
+                        help='{} is the number of the request')
     parser.add_argument('--max_tokens', type=positive, default=64)
     parser.add_argument('--temperature', type=float, default=0.8)
     args = parser.parse_args()
     if args.requests < max(args.clients):
-        parser.error(f'--requests={args.requests} leaves some of {max(args.clients)} clients without one')
+        parser.error(f'--requests={args.requests} leaves some of {max(args.clients)} clients '
+                     'without one')
 
     def make(i):
-        return ask(args.url, args.prompt.replace('{}', str(i)), i, args.max_tokens, args.temperature)
+        prompt = args.prompt.replace('{}', str(i))
+        return ask(args.url, prompt, i, args.max_tokens, args.temperature)
 
     try:
         for n_clients in sorted(set(args.clients)):

@@ -189,8 +189,8 @@ def encode_row(row, enc):
 
 
 def without_bytes(value):
-    """Returns a value that is not of JSON, as parquet may have, in a form that is: a date as a text.
-    Bytes become an object, which is refused where a text is needed."""
+    """Returns a value of parquet that JSON lacks in a form that JSON has: a date as a text, bytes as
+    an object, which is refused where a text is needed."""
     return {'bytes': len(value)} if isinstance(value, bytes) else str(value)
 
 

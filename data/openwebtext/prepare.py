@@ -49,12 +49,10 @@ def main():
     features = Features({'ids': List(Value(vocabulary.dtype.name)), 'len': Value('int64'), 'bytes': Value('int64')})
     try:
         if args.input:
-            files = [args.input]
-            if os.path.isdir(args.input):
-                files = sorted(glob.glob(f'{glob.escape(args.input)}/**/*.parquet', recursive=True))
-            elif not os.path.exists(args.input):
-                files = sorted(glob.glob(args.input, recursive=True)) # a pattern
-            files = [glob.escape(file) for file in files] # datasets takes patterns
+            pattern = args.input
+            if os.path.exists(args.input): # a name, in which [ is no pattern
+                pattern = glob.escape(args.input) + '/**/*.parquet' * os.path.isdir(args.input)
+            files = [glob.escape(file) for file in sorted(glob.glob(pattern, recursive=True))] # datasets takes patterns
             dataset = load_dataset('parquet', data_files=files, split='train', columns=['text'])
         else:
             dataset = load_dataset(hub_name, split='train', num_proc=args.num_proc)
