@@ -99,7 +99,7 @@ def read_prompts(start, each_line, chat):
     # a file of JSON lines, of a prompt in each line, or of a single prompt
     path = os.path.expanduser(start.removeprefix('FILE:'))
     text = read_text(path)
-    if path.endswith('.jsonl'):
+    if path.lower().endswith(('.jsonl', '.ndjson')):
         prompts = [read_prompt(path, number, line, chat)
                    for number, line in enumerate(text.split('\n'), start=1) if line.strip()]
     elif each_line:
@@ -127,6 +127,8 @@ def read_prompt(path, number, line, chat):
     if isinstance(prompt, dict):
         messages = prompt.get('messages')
     if chat and messages and isinstance(messages, list):
+        if isinstance(messages[-1], dict) and messages[-1].get('role') == 'assistant':
+            raise UserError(f'{path}, line {number}: the messages end with an answer; leave it out')
         return {**prompt, 'where': f'{path}, line {number}'}
     if isinstance(prompt, dict):
         prompt = prompt.get('prompt')

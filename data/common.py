@@ -366,28 +366,17 @@ TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'generation_config
                    'special_tokens_map.json', 'chat_template.jinja', 'chat_template.json')
 
 
-def make_folder(folder):
-    """Makes the folder of a data set, and removes what an interrupted script has left there. Raises
-    UserError if it is the folder of a run."""
-    check_is_no_run(folder)
-    os.makedirs(folder, exist_ok=True)
-    remove(folder, PARTS)
+@contextlib.contextmanager
+def locked_folder(folder, *, is_emptied=False):
+    """Makes the folder of a data set, and locks it within the with block. Where a folder cannot be
+    locked (Windows, some file systems), it is not.
 
-
-def check_is_no_run(folder):
-    """Raises UserError if `folder` is the out_dir of a run: a data set there would replace the
-    tokenizer of the run."""
+    is_emptied: whether the files that an interrupted script has left there (PARTS) are removed, for
+    a script that does not continue with them. Raises UserError if another process holds the lock,
+    or if it is the folder of a run: a data set there would replace the run's tokenizer."""
     if os.path.isdir(os.path.join(folder, 'ckpt')):
         fail(f'{folder} is the folder of a run, which would lose its tokenizer; choose another '
              '--out_dir')
-
-
-@contextlib.contextmanager
-def locked_folder(folder):
-    """Makes the folder of a data set, and locks it within the with block. Raises UserError if
-    another process holds the lock, or if it is the folder of a run. Where a folder cannot be locked
-    (Windows, some file systems), it is not."""
-    check_is_no_run(folder)
     os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(PermissionError):  # Windows opens no folder
@@ -396,6 +385,8 @@ def locked_folder(folder):
             if not lock_file(lock):
                 fail(f'another process prepares a data set in {folder}; wait for it, or choose '
                      'another --out_dir')
+        if is_emptied:
+            remove(folder, PARTS)
         yield
 
 
@@ -403,12 +394,12 @@ def save_documents(folder, documents, vocabulary, block_size=0, files=None, n_by
     """Writes a data set from memory. Returns a dict with the number of tokens of 'train' and of
     'val'. documents: a dict; for 'train' and for 'val' it has a list of documents, and a document
     is a list of token ids. The other parameters are those of finish_data_set."""
-    make_folder(folder)
-    lengths = {}
-    for split, parts in documents.items():
-        Path(folder, f'{split}.part.bin').write_bytes(join(parts, vocabulary.dtype))
-        lengths[split] = list(map(len, parts))
-    return finish_data_set(folder, vocabulary, lengths, block_size, files, n_bytes, **meta)
+    with locked_folder(folder, is_emptied=True):
+        lengths = {}
+        for split, parts in documents.items():
+            Path(folder, f'{split}.part.bin').write_bytes(join(parts, vocabulary.dtype))
+            lengths[split] = list(map(len, parts))
+        return finish_data_set(folder, vocabulary, lengths, block_size, files, n_bytes, **meta)
 
 
 def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, n_bytes=None,
@@ -443,6 +434,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     digests = {}
     token_bytes = {}
     largest = 0
+    n_unknown = 0
+    unknown = unknown_token(vocabulary)
     try:
         for split, path in paths.items():
             n = path.stat().st_size // vocabulary.dtype.itemsize
@@ -454,7 +447,8 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
                 token_bytes[split] = count_token_bytes(path, vocabulary, mask)
             if block_size:
                 paths[split] = write_rows(path, vocabulary.dtype, lengths[split], block_size)
-            counted = count_tokens(paths[split], vocabulary.dtype)
+            counted = count_tokens(paths[split], vocabulary.dtype, unknown)
+            n_unknown += counted.n_unknown
             sizes[split] = counted.n
             digests[f'{split}.bin'] = counted.digest
             largest = max(largest, counted.largest)
@@ -491,6 +485,9 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     for split in ('val', 'train'):
         paths[split].replace(folder / f'{split}.bin')
     remove(folder, PARTS)
+    if n_unknown:
+        print(f'{n_unknown:,} tokens stand for characters that the tokenizer does not know, which '
+              'are lost')
     return sizes
 
 
@@ -562,22 +559,41 @@ def count_token_bytes(path, vocabulary, mask=None):
     return n
 
 
+def unknown_token(vocabulary):
+    """Returns the id of the token that stands for characters without a token, such as [UNK]; None
+    if the tokenizer has none, as one of bytes."""
+    if vocabulary.tokenizer['kind'] != 'folder':
+        return None
+    model = json.loads(vocabulary.files['tokenizer.json'])['model']
+    unknown = model.get('unk_id')  # of a Unigram; the others have a name
+    if unknown is None and model.get('unk_token'):
+        tokenizer = library_tokenizer(vocabulary.files['tokenizer.json'])
+        unknown = tokenizer.token_to_id(model['unk_token'])
+    # GPT-2's is also the token that ends a document
+    return None if unknown in vocabulary.begin + vocabulary.end else unknown
+
+
 class Counted(NamedTuple):
-    """The size, the largest id and the digest of a file of tokens."""
+    """What count_tokens finds in a file of tokens."""
     n: int
     largest: int  # id
+    n_unknown: int
     digest: str  # SHA-256 in hex
 
 
-def count_tokens(path, dtype):
-    """Reads a file of tokens. Returns a Counted: its number of tokens, largest id and digest."""
-    largest = 0
+def count_tokens(path, dtype, unknown=None):
+    """Reads a file of tokens. Returns a Counted: its number of tokens, largest id, number of tokens
+    with the id `unknown`, and digest."""
+    largest = n_unknown = 0
     digest = hashlib.sha256()
     with open(path, 'rb') as f:
         while len(ids := np.fromfile(f, dtype, 2**20)):
             largest = max(largest, int(ids.max()))
+            if unknown is not None:
+                n_unknown += int((ids == unknown).sum())
             digest.update(ids)
-    return Counted(path.stat().st_size // dtype.itemsize, largest, digest.hexdigest())
+    n = path.stat().st_size // dtype.itemsize
+    return Counted(n, largest, n_unknown, digest.hexdigest())
 
 
 def write_rows(path, dtype, lengths, block_size):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jax_hub.tokenizers import same_tokens, tokens_digest
 from jax_run.data import load_dataset_meta
@@ -414,7 +414,8 @@ def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env):
     text = text_file(tmp_path, TEXT)
     lock = os.open(out, os.O_RDONLY)  # as prepare.py does until it has renamed the last file
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert 'another process prepares a data set in' in refuse('text', text, '--out_dir', out, env=env)
+    for script in ('text', 'shakespeare_char'):
+        assert 'another process prepares a data set in' in refuse(script, text, '--out_dir', out, env=env)
     os.close(lock)
     code = """
 import os, runpy, sys
@@ -433,6 +434,19 @@ runpy.run_path(sys.argv[0], run_name='__main__')
     python, *arguments = command('text', text, '--tokenizer=char', '--out_dir', out)
     done = subprocess.run([python, '-c', code, *arguments], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[:2] == ['locked'] * 2, done.stderr + done.stdout
+
+
+@pytest.mark.parametrize('model', [models.WordLevel({'[UNK]': 0, 'a': 1, 'b': 2, '</s>': 3}, '[UNK]'),
+                                   models.Unigram([('<unk>', 0.0), ('a', -1.0), ('b', -1.0), ('</s>', -9.0)], 0)])
+def test_characters_that_a_tokenizer_does_not_know_are_counted(tmp_path, env, model):
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
+    flags = '--tokenizer', tmp_path, '--out_dir', tmp_path / 'out'
+    assert 'does not know' not in prepare('text', text_file(tmp_path, 'abab' * 20), *flags, env=env)
+    said = prepare('text', text_file(tmp_path, 'abxab' * 20), *flags, env=env)
+    assert '20 tokens stand for characters that the tokenizer does not know, which are lost' in said
 
 
 def test_a_file_that_is_named_twice_is_read_once(tmp_path, env):

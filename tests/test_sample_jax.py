@@ -555,13 +555,17 @@ def test_a_line_of_prompts_may_be_a_chat_with_tools(speaking, tmp_path):
     prompts.write_text('"c"\n' + json.dumps(row | {'tools': 3}))
     result = sample('none', f'--init_from={speaking}', *flags)
     assert result.returncode == 2 and 'prompts.jsonl, line 2: tools must be a list of JSON schemas' in result.stderr
+    row['messages'].append({'role': 'assistant', 'content': 'b'})
+    prompts.write_text('"c"\n' + json.dumps(row))
+    result = sample('none', f'--init_from={speaking}', *flags)
+    assert_refused(result, 'prompts.jsonl, line 2: the messages end with an answer; leave it out')
 
 
 @pytest.mark.parametrize('line', ['{"prompt": 3}', '{"text": "a"}', '""', 'the quick'])
-def test_a_line_that_is_no_prompt_is_named(line, tmp_path):
-    (tmp_path / 'prompts.jsonl').write_text(f'"a"\n{line}\n')
-    result = sample(tmp_path, f'--start=FILE:{tmp_path}/prompts.jsonl')
-    assert result.returncode == 2
+def test_a_line_that_is_no_prompt_is_named(line, finished, tmp_path):
+    (tmp_path / 'PROMPTS.NDJSON').write_text(f'"a"\n{line}\n')
+    result = sample(finished[0], f'--start=FILE:{tmp_path}/PROMPTS.NDJSON')
+    assert_refused(result, 'PROMPTS.NDJSON, line 2: neither "a text" nor .*')
 
 
 def test_stop_texts_that_are_no_list_of_texts_are_refused(tmp_path):

@@ -12,7 +12,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
     PARTS, choose_vocabulary, count_bytes, count_bytes_of, create_encoder, create_parser, fail, finish_data_set, join,
-    make_folder, positive, remove)
+    locked_folder, positive, remove)
 from reading import read_rows
 
 from tqdm import tqdm
@@ -71,26 +71,27 @@ vocabulary = choose_vocabulary(args.tokenizer)
 encode = create_encoder(vocabulary, args.num_proc)
 before = vocabulary.begin or vocabulary.end # token that precedes each document
 
-make_folder(args.out_dir)
-skipped = {'rows': 0}
-texts = iter(tqdm(read_texts(args.input or download()), unit=' documents', disable=None))
-n_left = args.val_tokens # until val.bin is full
-n_bytes = {'train': 0, 'val': 0}
-path = os.path.join(args.out_dir, '{}.part.bin')
-with open(path.format('val'), 'wb') as val, open(path.format('train'), 'wb') as train:
-    while batch := list(itertools.islice(texts, batch_size)):
-        documents = [join((before, document), vocabulary.dtype) for document in encode(batch)]
-        ids = join(documents, vocabulary.dtype)
-        val.write(ids[:n_left])
-        train.write(ids[n_left:])
-        in_val = val_bytes(batch, documents, n_left)
-        n_bytes['val'] += in_val
-        n_bytes['train'] += count_bytes(batch) - in_val
-        n_left = max(0, n_left - len(ids))
-if skipped['rows']:
-    print(f"skipped {skipped['rows']:,} rows without a text")
-if not n_bytes['train']:
-    remove(args.out_dir, PARTS)
-    fail(f'no text is left for train: the first {args.val_tokens:,} tokens are for val; give a smaller --val_tokens')
-for split, n in finish_data_set(args.out_dir, vocabulary, n_bytes=n_bytes).items():
-    print(f'{split} has {n:,} tokens')
+with locked_folder(args.out_dir, is_emptied=True):
+    skipped = {'rows': 0}
+    texts = iter(tqdm(read_texts(args.input or download()), unit=' documents', disable=None))
+    n_left = args.val_tokens # until val.bin is full
+    n_bytes = {'train': 0, 'val': 0}
+    path = os.path.join(args.out_dir, '{}.part.bin')
+    with open(path.format('val'), 'wb') as val, open(path.format('train'), 'wb') as train:
+        while batch := list(itertools.islice(texts, batch_size)):
+            documents = [join((before, document), vocabulary.dtype) for document in encode(batch)]
+            ids = join(documents, vocabulary.dtype)
+            val.write(ids[:n_left])
+            train.write(ids[n_left:])
+            in_val = val_bytes(batch, documents, n_left)
+            n_bytes['val'] += in_val
+            n_bytes['train'] += count_bytes(batch) - in_val
+            n_left = max(0, n_left - len(ids))
+    if skipped['rows']:
+        print(f"skipped {skipped['rows']:,} rows without a text")
+    if not n_bytes['train']:
+        remove(args.out_dir, PARTS)
+        fail(f'no text is left for train: the first {args.val_tokens:,} tokens are for val; give a smaller '
+             '--val_tokens')
+    for split, n in finish_data_set(args.out_dir, vocabulary, n_bytes=n_bytes).items():
+        print(f'{split} has {n:,} tokens')

@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from common import (
-    choose_vocabulary, create_parser, encode_documents, fail, finish_data_set, join, make_folder, positive)
+    choose_vocabulary, create_parser, encode_documents, fail, finish_data_set, join, locked_folder, positive)
 
 from jax_flags import require_package
 
@@ -69,14 +69,14 @@ def main():
 
     # concatenate all the ids in each split into one large file
     lengths = {split: rows['len'][:] for split, rows in splits.items()}
-    make_folder(args.out_dir)
-    for split, rows in splits.items():
-        with open(os.path.join(args.out_dir, f'{split}.part.bin'), 'wb') as f:
-            for batch in rows.with_format('numpy').iter(1000):
-                f.write(join(batch['ids'], vocabulary.dtype))
-    n_bytes = {split: sum(rows['bytes'][:]) for split, rows in splits.items()}
-    for split, n in finish_data_set(args.out_dir, vocabulary, lengths, args.rows, n_bytes=n_bytes).items():
-        print(f'{split} has {n:,} tokens')
+    with locked_folder(args.out_dir, is_emptied=True):
+        for split, rows in splits.items():
+            with open(os.path.join(args.out_dir, f'{split}.part.bin'), 'wb') as f:
+                for batch in rows.with_format('numpy').iter(1000):
+                    f.write(join(batch['ids'], vocabulary.dtype))
+        n_bytes = {split: sum(rows['bytes'][:]) for split, rows in splits.items()}
+        for split, n in finish_data_set(args.out_dir, vocabulary, lengths, args.rows, n_bytes=n_bytes).items():
+            print(f'{split} has {n:,} tokens')
     if args.tokenizer == 'gpt2':
         print('the whole of openwebtext has 9,035,582,198 and 4,434,897')
 
