@@ -461,11 +461,23 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path, env):
 
 
 def test_the_masks_and_templates_of_an_older_data_set_are_removed(tmp_path, env):
-    for name in ('train_mask.bin', 'val_mask.bin', 'train_ends.bin', 'val_ends.bin', 'tokenizer/chat_template.jinja'):
-        (tmp_path / 'out' / 'tokenizer').mkdir(parents=True, exist_ok=True)
+    (tmp_path / 'out/tokenizer/additional_chat_templates').mkdir(parents=True)
+    for name in ('train_mask.bin', 'val_mask.bin', 'train_ends.bin', 'val_ends.bin', 'tokenizer/chat_template.jinja',
+                 'tokenizer/additional_chat_templates/rag.jinja'):
         (tmp_path / 'out' / name).write_bytes(b'1')
     prepare('text', text_file(tmp_path, TEXT), '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
     assert files_in(tmp_path / 'out') == ['meta.json', 'train.bin', 'val.bin']
+
+
+def test_the_unfinished_data_set_of_another_script_is_removed_first(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(DATA)
+    common = importlib.import_module('common')
+    for name in common.PARTS:  # with its log, data/text would continue in files of this script
+        (tmp_path / name).write_bytes(b'1')
+    with common.locked_folder(tmp_path):
+        assert files_in(tmp_path) == sorted(common.PARTS)
+    with common.locked_folder(tmp_path, is_emptied=True):
+        assert files_in(tmp_path) == []
 
 
 def test_a_closed_stdout_ends_a_script_quietly_with_its_data_set(tmp_path, env):
