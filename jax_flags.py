@@ -678,6 +678,8 @@ def check_flags(flags):
     refuse([
         (flags['verify'] and flags['init_from'] != 'resume',
          'verify needs an existing run: --init_from=resume --out_dir=...'),
+        (flags['verify'] and flags['eval_only'],
+         'verify trains and eval_only does not: give only one of them'),
         (has_lora and flags['init_from'] == 'scratch',
          'LoRA trains updates of a pretrained model: name it with --init_from'),
         (has_lora and flags['zero'],
@@ -715,14 +717,15 @@ class Control(NamedTuple):
     allowed: str  # the allowed range, in words for the user
 
 
-LEAST = math.ulp(0.0)  # above 0
-MOST = sys.float_info.max  # below infinity
+# numbers that float32, in which controls are applied, has; with a temperature or penalty below 1e-6
+# the logits would overflow
+LEAST, MOST = 1e-37, 1e38
 CONTROLS = {
-    'temperature': Control(0, 1e-6, MOST, '0 (greedy) or at least 1e-6'),  # float32 would overflow
+    'temperature': Control(0, 1e-6, MOST, '0 (greedy), or from 1e-6 to 1e38'),
     'top_k': Control(0, 1, MOST, 'at least 0'),
     'top_p': Control(1, LEAST, 1, 'in (0, 1]'),
     'min_p': Control(0, 0, 1, 'in [0, 1]'),
-    'repetition_penalty': Control(1, LEAST, MOST, 'above 0')}
+    'repetition_penalty': Control(1, 1e-6, MOST, 'from 1e-6 to 1e38')}
 
 
 # {type of a field: (its name in messages, the method by which Python, numpy and JAX have it)}

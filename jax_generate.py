@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
@@ -524,7 +525,8 @@ class Decoder:
         self.prefix_cache = prefix_cache
         if prefix_cache.drafts_are_useless:
             self.drop_drafts()
-        cache, self.n_slots, n_held = prefix_cache.take(tokens_T, self.cache_options)
+        cache, self.n_slots, n_held = prefix_cache.take(
+            tokens_T, self.params, self.cache_options)
         self.state = self.state.replace(cache=cache)
         return n_held
 
@@ -667,10 +669,11 @@ def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.
 class PrefixCache:
     """Keeps the KV cache of one text between calls of generate_stream with the same model and a
     batch of 1. A call computes only the tokens after the prefix that its text shares with the
-    cached text, as in a chat. A call with another n_draft or another dtype of the cache starts with
-    an empty cache."""
+    cached text, as in a chat. A call with other parameters, another n_draft or another dtype of the
+    cache starts with an empty cache."""
 
     def __init__(self):
+        self.params: list[weakref.ref] = []  # those that have computed the cache
         self.tokens = np.zeros(0, np.int32)  # the cache has their keys and values
         self.cache = None
         self.options = None  # a Decoder's cache_options
@@ -678,13 +681,16 @@ class PrefixCache:
         self.has_wrapped = False  # whether a ring may have overwritten its first tokens
         self.drafts_are_useless = False
 
-    def take(self, tokens_T: np.ndarray, options: dict) -> tuple[dict | None, int, int]:
+    def take(self, tokens_T: np.ndarray, params: dict,
+             options: dict) -> tuple[dict | None, int, int]:
         """Returns (the cache; its number of slots; how many of the first tokens of tokens_T the
         cache holds). Returns (None, 0, 0) if no cache is kept, or if the kept cache has other
-        options. options: a Decoder's cache_options."""
+        options, or is of other parameters. options: a Decoder's cache_options."""
         cache, self.cache = self.cache, None
         is_gone = cache is None or any(x.is_deleted() for x in jax.tree.leaves(cache))
-        if is_gone or options != self.options:
+        kept = [reference() for reference in self.params]
+        is_same_model = list(map(id, kept)) == list(map(id, jax.tree.leaves(params)))
+        if is_gone or options != self.options or not is_same_model:
             return None, 0, 0
         # the number of tokens that both texts begin with; a ring that has lost its first tokens can
         # be continued only at its end
@@ -702,6 +708,7 @@ class PrefixCache:
         if any(x.is_deleted() for x in jax.tree.leaves(state)):  # interrupted
             return
         self.cache, self.n_slots = state.cache, decoder.n_slots
+        self.params = [weakref.ref(x) for x in jax.tree.leaves(decoder.params)]
         self.options = decoder.cache_options
         n_tokens = min(int(state.length_B[0]) - 1, decoder.max_cached)
         self.tokens = np.array(state.tokens_BxN)[0, :n_tokens]

@@ -76,10 +76,13 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     layout = setup_distributed_training(devices, tensor=tensor, expert=expert)
 
     # the model, and its tokenizer
+    if dataset and is_run(source):
+        raise UserError(f'dataset={dataset} describes the tokenizer of a ckpt.pt; the checkpoints '
+                        f'of the run {source} have their own: leave it out')
     found = read_model(source, checkpoint=checkpoint, base=base, with_tokenizer=not dataset,
                        layout=layout, dtype=dtype, quantize=quantize)
     description = found.tokenizer
-    if dataset and not is_run(source):
+    if dataset:
         from jax_run.data import dataset_folder, load_dataset_meta
         folder = dataset_folder(dataset)
         description = load_dataset_meta(folder)['tokenizer']

@@ -41,8 +41,8 @@ from jax_text import Generation
 
 PAGE = Path(__file__).with_name('page.html')
 BODY_BYTES = 2**20  # of a request, at most
-CONNECTIONS = 128  # and threads, at a time; one more is closed
-QUEUED = CONNECTIONS  # requests that wait for the model, at most; one more is refused with 429
+CONNECTIONS = 256  # and threads, at a time; one more is closed
+QUEUED = 128  # requests that wait for the model, at most; one more is refused with 429
 BATCH_SIZE = 16  # answers that are made at a time
 ECHO_ROWS = 4  # rows of a request with echo that are scored at a time
 ROWS = 64  # of one request, prompts times n, at most
@@ -526,7 +526,7 @@ class Server(ThreadingHTTPServer):
             self.model, prompts, job.sampling, streaming=True, logprobs=True)
         if not (yield from self.make_all(job, generation)):
             return
-        rows = [generation.result.tokens[i, :generation.result.lengths[i]].tolist()
+        rows = [generation.result.tokens[i, :count_tokens(generation, i)].tolist()
                 for i in range(len(prompts))]
         # few rows at a time, so that other answers wait for a short piece only
         items = [[(ids, 1)] for ids in rows]
@@ -674,14 +674,20 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+def count_tokens(generation, i):
+    """Returns the number of tokens of row i of a Generation, of its prompt and of the text behind it:
+    without the tokens of a stop text, and those that were generated after it."""
+    if generation.stopped[i]:
+        return generation.tokens_to_the_end(i)
+    return int(generation.result.lengths[i])
+
+
 def describe_end(job, generation, i=0):
     """Returns the End of row i of an answer: its text, its finish_reason, its numbers of tokens,
     and its log-probabilities if they are wanted. job: the answer's Job. generation: the answer's
     Generation."""
     n_prompt = generation.lengths[i]
-    end = int(generation.result.lengths[i])
-    if generation.stopped[i]:
-        end = generation.tokens_to_the_end(i)
+    end = count_tokens(generation, i)
     text = generation.texts[i][len(generation.prompt_texts[i]):]
     if job.is_chat:
         text = final_answer(text)

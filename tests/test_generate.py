@@ -241,6 +241,14 @@ def test_a_text_with_other_drafts_or_another_cache_begins_anew(before, after):
     np.testing.assert_array_equal(result.tokens, last_result(config, text, 20, **after).tokens)
 
 
+def test_a_text_of_other_parameters_begins_anew():
+    prefix_cache = PrefixCache()
+    text = last_result(ROPE, random_tokens(1, 20), 6, prefix_cache=prefix_cache).tokens
+    others = jax.tree.map(lambda x: 2 * x, random_params(ROPE))
+    *_, result = generate_stream(others, ROPE, text, 6, rng=RNG, temperature=0, prefix_cache=prefix_cache)
+    np.testing.assert_array_equal(result.tokens, generate(others, ROPE, text, 6, rng=RNG, temperature=0))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('window', [40, 5])
 def test_a_text_that_leaves_the_kept_one_in_the_middle_is_computed_right(window, prefilled):
@@ -453,6 +461,19 @@ def test_the_largest_logits_are_kept_as_a_sort_would(kind):
         least = np.where(np.cumsum(probs, -1) - probs < p, ordered, np.inf).min(-1, keepdims=True)
         np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(p)), np.where(x < least, -np.inf, x))
     np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
+
+
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize('name, low, high', [
+    ('temperature', 1e-6, 1e38), ('top_k', 1, 10**38), ('top_p', 1e-37, 1.0), ('min_p', 0.0, 1.0),
+    ('repetition_penalty', 1e-6, 1e38)])
+def test_the_bounds_of_a_control_are_numbers_that_float32_has(name, low, high):
+    for value in (low, high):
+        result = last_result(TINY, [[1, 2, 3]], 8, **{'temperature': 0.8, name: value})
+        assert result.tokens.max() < TINY.vocab_size
+    for value in (-low if name == 'top_k' else low * 0.9 or -0.1, high * 11):
+        with pytest.raises(UserError, match=name):
+            create_controls(TINY, Sampling(**{name: value}))
 
 
 def large_logits(seed, n_rows=3, n_vocab=5000):

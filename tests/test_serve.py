@@ -493,6 +493,17 @@ def test_echo_has_the_log_probabilities_of_the_prompts_and_the_likeliest_tokens(
     assert status == 400 and json.loads(text)['error']['param'] == 'echo'
 
 
+def test_echo_has_no_tokens_after_a_stop_text(of_run):
+    options = dict(prompt='the fox', max_tokens=30, temperature=0)
+    whole, = complete(of_run, **options).choices
+    stop = whole.text[5:7]
+    answer = complete(of_run, **options, echo=True, logprobs=1, stop=stop)
+    choice, = answer.choices
+    assert choice.text == 'the fox' + whole.text[:whole.text.index(stop)]
+    assert ''.join(choice.logprobs.tokens) == choice.text
+    assert len(choice.logprobs.token_logprobs) == answer.usage.total_tokens == len(choice.text)
+
+
 def test_the_offset_of_a_character_of_several_tokens_is_that_of_its_last():
     def decode(ids):  # each byte is a token
         return bytes(ids).decode(errors='replace')
@@ -630,6 +641,7 @@ def test_a_client_that_hangs_up_frees_the_model_within_a_token(of_run, slowly):
 
 
 def test_a_full_queue_is_429_until_a_client_in_it_hangs_up(finished, slowly):
+    assert jax_apps.serve.QUEUED < jax_apps.serve.CONNECTIONS  # else the connection is closed instead
     with serving(finished[0], n_queued=2, batch_size=1) as server, contextlib.ExitStack() as clients:
         first = clients.enter_context(open_request(server))
         wait_for('the first token', lambda: slowly.made)

@@ -342,7 +342,8 @@ def test_a_model_that_is_not_there_is_named(run):
     for source, options, message in (
             ('nowhere', dict(), 'nowhere does not exist'),
             ('nowhere', dict(checkpoint='best'), 'no complete checkpoint'),
-            (run, dict(tensor=9), 'there are 8'), (run, dict(checkpoint='first'), 'checkpoint must be')):
+            (run, dict(tensor=9), 'there are 8'), (run, dict(checkpoint='first'), 'checkpoint must be'),
+            (run, dict(dataset='mine'), 'dataset=mine describes the tokenizer of a ckpt.pt')):
         with pytest.raises(UserError, match=message):
             load(source, device='cpu', **options)
 
