@@ -182,7 +182,8 @@ def test_lora_and_dpo_verify_from_their_start(chatting, tmp_path):
 
 def test_what_cannot_be_verified_is_one_line_with_exit_code_2(run_copy, tmp_path, dataset):
     assert_refused(train(tmp_path / 'none', '--verify=1'), 'verify needs an existing run: --init_from=resume')
-    assert_refused(train(tmp_path / 'none', *RESUME, '--verify=1', '--eval_only=True'), 'verify trains and eval_only does')
+    assert_refused(train(tmp_path / 'none', *RESUME, '--verify=1', '--eval_only=True'),
+                   'verify trains and eval_only does not: give only one')
     # flags of the earlier iterations are others
     succeeded(train(run_copy, *RESUME, '--max_iters=22', '--lr_decay_iters=22', '--weight_decay=0.2', '--keep=1'))
     assert_refused(train(run_copy, *RESUME, '--verify=1'), 'no two checkpoints between which it could be trained '
