@@ -348,6 +348,12 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     return found
 
 
+def note(line):
+    """Prints a line on stderr, in process 0 only. The results are on stdout."""
+    if master:
+        warn(line)
+
+
 def evaluate_text(path):
     """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of the text of a
     file. Warns if the text names special tokens, because a data set has other tokens there, and if
@@ -358,10 +364,10 @@ def evaluate_text(path):
     special = getattr(model.tokenizer, 'special_ids', {model.tokenizer.start_token})
     n_special = sum(id in special for id in ids)
     if n_special:
-        warn(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
+        note(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
              'spells out, such as <|endoftext|>; in a data set they would be plain text')
     if path.lower().endswith(('.jsonl', '.ndjson', '.json', '.csv')):
-        warn(f'{path}: the file is scored as it is, with the keys and marks of its rows')
+        note(f'{path}: the file is scored as it is, with the keys and marks of its rows')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document
     if model.tokenizer.start_token is None:
@@ -407,7 +413,7 @@ configure_process(device)
 initialize_distributed(coordinator_address, num_processes, process_id)
 master = jax.process_index() == 0  # the process that prints; all run the same program
 if not master:
-    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    sys.stdout = open(os.devnull, 'w')
 contents = {'the digest of texts': digest(texts), 'the digest of tasks': digest(all_tasks)}
 check_agreement('flags, texts or tasks', {**flags, **contents}, {'process_id'})
 
@@ -418,7 +424,7 @@ model = load(
     dataset=dataset, device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
 for line in (model.warning, model.title):
     if line:
-        print(line, file=sys.stderr)
+        note(line)
 
 # texts and tasks, one after the other
 options = {'max_length': max_length, 'batch_size': batch_size, 'cache_dtype': cache_dtype}

@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import extract_tb
 from typing import NamedTuple, TypeVar
 
 # checked before any syntax that an older Python cannot read
@@ -270,7 +271,7 @@ def config_block(script):
 TEXTS = ('start', 'system', 'stop', 'sample_prompt')  # flags that take any text
 
 
-def read_flags(script, namespace, argv=None, *, ignored=()):
+def read_flags(script, namespace, argv=None, *, ignored=(), others='[config/file.py ...]'):
     """Reads the flags of a script. Returns two dicts {name: value}: all flags of the script, and
     the flags that the user gave.
 
@@ -283,14 +284,17 @@ def read_flags(script, namespace, argv=None, *, ignored=()):
 
     script: the path of the script. namespace: the script's globals(), which hold the defaults.
     argv: the arguments, by default those of the command line. ignored: names that are accepted
-    without effect. Raises UserError for an unknown name, a value of another type (an int is
-    accepted as a float), an int that is too large, and an argument that is neither --name=value nor
-    a config file."""
+    without effect. others: the script's other arguments, for --help. Raises UserError for an
+    unknown name, a value of another type (an int is accepted as a float), an int that is too large,
+    and an argument that is neither --name=value nor a config file."""
     argv = sys.argv[1:] if argv is None else argv
     comments = config_block(script)
     defaults = {name: namespace[name] for name in comments}
     if '--help' in argv or '-h' in argv:
-        print(f'usage: python {Path(script).name} [config/file.py ...] [--name=value ...]\n')
+        command = f'python {Path(script).name}'
+        if INSTALLED.is_dir():
+            command = Path(script).stem.replace('_', '-')
+        print(f'usage: {command} {others} [--name=value ...]\n')
         for name, comment in comments.items():
             print(f'  --{name}={defaults[name]!r}  # {comment}')
         sys.exit(0)
@@ -890,10 +894,16 @@ def exit_on_user_error(kind, error, traceback):
     if isinstance(error, ModuleNotFoundError) and error.name and not is_own_module(error.name):
         error = missing_package(error.name.partition('.')[0])
 
+    # JAX refuses a value of one of its environment variables, such as JAX_DEBUG_NANS=x.
+    if isinstance(error, ValueError) and is_raised_in(traceback, 'jax/_src/config.py'):
+        error = UserError(f'JAX refuses its settings: {error}')
+
     is_memory = isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]
     is_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
     if is_memory:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
+    elif is_disk and not error.filename and not can_print():
+        error = f'cannot print: {error.strerror}'
     elif not isinstance(error, UserError) and not is_disk:
         sys.__excepthook__(kind, error, traceback)
         exit_before_others(1)
@@ -902,6 +912,24 @@ def exit_on_user_error(kind, error, traceback):
     warn(one_line(error))
     exit_before_others(code)
     sys.exit(code)
+
+
+def is_raised_in(traceback, name):
+    """Returns whether an exception was raised in a file whose path ends with `name`. traceback: the
+    exception's traceback."""
+    frames = extract_tb(traceback)
+    return bool(frames) and Path(frames[-1].filename).as_posix().endswith(name)
+
+
+def can_print():
+    """Returns whether stdout takes what has been printed. If not, as on a full disk, sends stdout
+    to os.devnull: the interpreter's last flush would fail with exit code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 # packages that are not in requirements_jax.txt, because only some commands need them

@@ -15,7 +15,8 @@ output = 'compare.png' # the picture
 # -----------------------------------------------------------------------------
 start_script()
 folders = [arg for arg in sys.argv[1:] if not arg.startswith('-')]
-flags, _ = read_flags(__file__, globals(), [arg for arg in sys.argv[1:] if arg.startswith('-')])
+flags, _ = read_flags(
+    __file__, globals(), [arg for arg in sys.argv[1:] if arg.startswith('-')], others='OUT_DIR ...')
 if not folders:
     raise UserError('name the runs to compare, as in python plot_jax.py out-a out-b')
 path = flags['output']

@@ -214,7 +214,10 @@ if cfg.chat or cfg.interactive or cfg.serve:
 if cfg.interactive:
     print(f'{header}\n{COMMANDS}', file=sys.stderr)
     conversation.run()
-    sys.exit(0)
+    # not sys.exit: the chunk of an answer that Ctrl-C has ended may still be computed, and Python's
+    # cleanup would free its memory
+    sys.stdout.flush()
+    os._exit(0)
 
 # a server, until it is stopped
 if cfg.serve:

@@ -89,11 +89,15 @@ UNSUPPORTED = {
     'frequency_penalty': 0, 'tools': [], 'functions': [], 'response_format': {'type': 'text'},
     'chat_template_kwargs': {}, 'chat_template': '', 'ignore_eos': False, 'min_tokens': 0,
     'guided_json': None, 'guided_regex': None, 'guided_choice': None, 'guided_grammar': None,
-    'structured_outputs': None, 'grammar': '', 'json_schema': {}, 'bad_words': [],
-    'use_beam_search': False,
+    'guided_decoding': None, 'structural_tag': None, 'structured_outputs': None,
+    'grammar': '', 'json_schema': {}, 'bad_words': [],
+    'use_beam_search': False, 'num_beams': 1, 'no_repeat_ngram_size': 0, 'logits_processors': [],
     'length_penalty': 1, 'allowed_token_ids': [], 'typical_p': 1, 'mirostat': 0,
     'dynatemp_range': 0, 'xtc_probability': 0, 'dry_multiplier': 0, 'reasoning_effort': None,
-    'tool_choice': ('none', 'auto'), 'prediction': None, 'modalities': ['text'],
+    'tool_choice': ('none', 'auto'), 'function_call': ('none', 'auto'), 'verbosity': 'medium',
+    'web_search_options': None, 'thinking_token_budget': None, 'return_token_ids': False,
+    'prompt_logprobs': None, 'n_probs': 0, 'n_indent': 0, 't_max_predict_ms': (-1, 0),
+    'adaptive_target': -1, 'prediction': None, 'modalities': ['text'],
     'include_stop_str_in_output': False,
     'skip_special_tokens': True, 'add_special_tokens': None, 'documents': [], 'prompt_embeds': None,
     'n_predict': -1, 'repeat_penalty': 1, 'top_n_sigma': -1, 'typ_p': 1, 'samplers': None,
@@ -134,7 +138,7 @@ def read_sampling(body, sampling, n_vocab):
             changes[name] = value
 
     # the length of the answer, at most that of the server: finish_reason says 'length' there
-    for name in ('max_completion_tokens', 'max_tokens'):
+    for name in ('max_completion_tokens', 'max_tokens', 'max_new_tokens'):
         n = read_field(body, name, int)
         if n is not None and n < 1:
             raise Refusal(400, f'{name} must be at least 1', name)
@@ -675,8 +679,8 @@ class Server(ThreadingHTTPServer):
 
 
 def count_tokens(generation, i):
-    """Returns the number of tokens of row i of a Generation, of its prompt and of the text behind it:
-    without the tokens of a stop text, and those that were generated after it."""
+    """Returns the number of tokens of row i of a Generation: its prompt and its text, without a stop
+    text and the tokens that were generated after it."""
     if generation.stopped[i]:
         return generation.tokens_to_the_end(i)
     return int(generation.result.lengths[i])
@@ -879,6 +883,10 @@ class Handler(BaseHTTPRequestHandler):
         or if the body is too large."""
         if self.headers.get_content_type() != 'application/json':
             raise Refusal(415, 'Content-Type must be application/json')
+        if self.headers.get('Content-Encoding', 'identity').lower() != 'identity':
+            raise Refusal(415, 'the body is compressed; send it as it is')
+        if 'Transfer-Encoding' in self.headers:
+            raise Refusal(411, 'the body comes in chunks; send it as a whole, with Content-Length')
         length = self.headers.get('Content-Length', '')
         if not re.fullmatch('[0-9]{1,15}', length):
             raise Refusal(411, 'Content-Length is missing')

@@ -134,7 +134,7 @@ class Chat:
     def answer(self, messages, line):
         """Prints the answer to `line`, which follows `messages`. Ctrl-C ends the answer. The
         conversation becomes the messages, the line and the answer. If the line cannot be answered,
-        the conversation stays as it was."""
+        or Ctrl-C comes before the first word, the conversation stays as it was."""
         answer = ''
         try:
             # the prompt, within the context
@@ -155,6 +155,8 @@ class Chat:
                 print(f'(cut at max_new_tokens={self.sampling.max_new_tokens})')
         except KeyboardInterrupt:
             print('\n(interrupted)')
+            if not answer:
+                return
         except Exception as error:  # whatever it is, the conversation goes on
             name = '' if isinstance(error, UserError) else f'{type(error).__name__}: '
             print(f'error: {name}{error}')

@@ -17,6 +17,7 @@ from jax_flags import TryAgain, UserError, warn
 
 AGAIN = '\x1a'  # begins the text of a TryAgain, from one process to another
 PEER_TIMEOUT = 60  # seconds of silence after which a process counts as dead
+SAID_AFTER = 10  # seconds of waiting for the other processes
 ECHO = 0.2  # seconds in which a second signal counts as the first: nobody sends two so fast
 
 
@@ -51,8 +52,14 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
         if process_id == 0:
             check_port_is_free(int(port))
 
-    # Ctrl-C ends the wait for the others (up to 5 minutes).
+    # Ctrl-C and SIGTERM end the wait for the others. Without the setting, JAX would handle SIGTERM
+    # from here on, and StopSignal would not get one that comes before it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    jax.config.update('jax_enable_preemption_service', False)
+    waiting = threading.Timer(SAID_AFTER, warn, [
+        f'waiting for the other processes, for up to 5 minutes: process 0 is at {address}'])
+    waiting.daemon = True
+    waiting.start()
     try:
         jax.distributed.initialize(
             None if address == 'auto' else address,
@@ -65,6 +72,8 @@ def initialize_distributed(coordinator_address='', num_processes=0, process_id=-
             f'the processes do not find each other ({str(error)[:300]}): name them with '
             '--coordinator_address=host:port of process 0, --num_processes=N and --process_id=0 to '
             'N-1, or train in one process with --num_processes=1') from error
+    finally:
+        waiting.cancel()
     if jax.local_device_count() * jax.process_count() != jax.device_count():
         raise UserError(
             f'process {jax.process_index()} has {jax.local_device_count()} of the '

@@ -116,11 +116,15 @@ class OutDir:
             keep_config_json(config_json_of(model.source), files)
 
     def renew(self):
-        """Makes the folder anew, which has been deleted or renamed, and prints a line: the lock,
-        config.json, the tokenizer and metrics.jsonl. Without these, another run could begin in the
-        folder, and no script could read it. Raises UserError if another run has begun there."""
-        warn(f'{self.path} has been deleted or renamed: it is made anew, without the earlier '
-             'checkpoints')
+        """Makes the folder anew, of which files have been deleted, or which has been renamed, and
+        prints a line: the lock, config.json, the tokenizer and metrics.jsonl. Without these,
+        another run could begin in the folder, and no script could read it. Raises UserError if
+        another run has begun there."""
+        if checkpoint_steps(self.path):
+            warn(f'{self.path} lacks config.json or metrics.jsonl: they are written again')
+        else:
+            warn(f'{self.path} has been deleted or renamed: it is made anew, without the earlier '
+                 'checkpoints')
         self.lock.close()
         self.lock = self.folder.lock(f'process {os.getpid()}, which has made the folder anew')
         with contextlib.suppress(UserError):  # the tokenizer may have been in the folder
@@ -161,7 +165,9 @@ class OutDir:
         if not all_finite(state.params):  # an update can spoil them after a finite loss
             raise UserError(f'parameters are not finite at iteration {iter_num}; {self.path} has '
                             'checkpoints from before')
-        if self.metrics_log and not (self.folder.files / 'config.json').exists():
+        files = self.folder.files
+        is_whole = (files / 'config.json').exists() and (files / 'metrics.jsonl').exists()
+        if self.metrics_log and not is_whole:
             self.renew()
         tokenizer = dict(run.model.tokenizer)
         if 'path' in tokenizer:

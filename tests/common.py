@@ -234,6 +234,7 @@ def run_script(script, *args):
     with (restored_handlers(), pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out),
           contextlib.redirect_stderr(err), pytest.raises(SystemExit) as end):
         patch.setattr(sys, 'argv', [script, *map(str, args)])
+        patch.setattr(os, '_exit', sys.exit)
         patch.setattr(sys, 'excepthook', sys.excepthook)
         patch.syspath_prepend((ROOT / script).parent)  # as the interpreter does
         for name in ('common', 'forms', 'reading'):  # of data/, whose import installs the hook

@@ -14,7 +14,7 @@ from jax_flags import (
     NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
     read_json, read_text, rising_learning_rate, write_text)
 from jax_hub.folders import path_inside
-from tests.common import ROOT, start
+from tests.common import ROOT, run_script, start
 
 # -----------------------------------------------------------------------------
 # flags
@@ -240,6 +240,29 @@ def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, end, then
         assert err.splitlines()[-1] == 'ValueError: a bug'
     else:
         assert err == ''
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux only')
+def test_a_full_disk_behind_stdout_is_one_line():
+    for arguments in (['plot_jax.py', '--help'], ['-c', PRINTS.format(times=1, end='', then='print()')]):
+        with open('/dev/full', 'w') as full:
+            done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=full,
+                                  stderr=subprocess.PIPE, text=True, timeout=300)
+        assert done.returncode == 2
+        assert done.stderr == 'error: cannot print: No space left on device\n'
+
+
+def test_a_setting_of_jax_that_is_wrong_is_one_line():
+    done = subprocess.run([sys.executable, 'sample_jax.py', '--out_dir=none'], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, 'JAX_DEBUG_NANS': 'x'}, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr == "error: JAX refuses its settings: invalid truth value 'x' for environment 'JAX_DEBUG_NANS'\n"
+
+
+def test_help_names_the_arguments_of_the_script(capsys):
+    for script, arguments in (('train_jax.py', '[config/file.py ...]'), ('plot_jax.py', 'OUT_DIR ...')):
+        said = run_script(script, '--help').stdout
+        assert said.startswith(f'usage: python {script} {arguments} [--name=value ...]\n')
 
 
 def test_a_broken_pipe_elsewhere_stays_a_traceback(capsys):

@@ -116,6 +116,30 @@ def test_processes_that_jax_does_not_detect_do_not_train_alone(monkeypatch, join
     assert joined == [('host:1234', 4, 3)]
 
 
+def test_a_wait_for_the_others_is_said(monkeypatch, joined, capfd):
+    initialize_distributed('host:1234', 2, 0)
+    assert capfd.readouterr().err == ''
+    monkeypatch.setattr(jax_devices.processes, 'SAID_AFTER', 0)
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda *given, **timeouts: time.sleep(0.5))
+    initialize_distributed('host:1234', 2, 0)
+    assert capfd.readouterr().err == (
+        'waiting for the other processes, for up to 5 minutes: process 0 is at host:1234\n')
+
+
+@pytest.mark.slow
+def test_jax_takes_no_signal_that_comes_before_the_script_handles_it():
+    program = """
+import os, signal, sys, time
+from jax_devices.processes import initialize_distributed
+initialize_distributed('127.0.0.1:{}', 2, {})
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(60)
+"""
+    port = free_port()
+    processes = [start('-c', program.format(port, i)) for i in range(2)]
+    assert [process.wait(timeout=100) for process in processes] == [-signal.SIGTERM] * 2
+
+
 def test_processes_with_different_numbers_of_devices_are_refused(monkeypatch, joined):
     for name, number in {'process_count': 2, 'device_count': 3, 'local_device_count': 1}.items():
         monkeypatch.setattr(jax, name, lambda number=number: number)
@@ -305,9 +329,10 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
     ('eval_jax.py', '--text=/proc/self/cmdline', 'flags, texts or tasks')])
 def test_processes_with_other_texts_end_with_a_line(finished, script, flag, what):
     with Processes(2, finished[0], flag, '--device=cpu', '--tensor=2', script=script) as processes:
-        (code, _, err), (code_1, _, _) = processes.results()
-    assert (code, code_1) == (2, 2)
-    assert re.fullmatch(f'error: processes 0 and 1 have different {what}, .* digest.*', err.splitlines()[-1]), err
+        results = processes.results()
+    for code, _, err in results:
+        assert code == 2
+        assert re.fullmatch(f'error: processes 0 and 1 have different {what}, .* digest.*', err.splitlines()[-1]), err
 
 
 @pytest.mark.slow

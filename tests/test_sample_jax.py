@@ -17,7 +17,7 @@ from jax_generate import GenerationResult
 from jax_hub.tokenizers import HFTokenizer
 from tests.common import (
     GOLDEN, MODEL, RESUME, ROOT, SHORT, TEXT, assert_refused, edit_json, final_state, prepare, records_of, run_script,
-    sample, samples_of, succeeded, train, write_dataset)
+    sample, samples_of, start, succeeded, train, write_dataset)
 
 # -----------------------------------------------------------------------------
 # sampling
@@ -311,6 +311,28 @@ def test_an_interrupted_answer_stays_in_the_conversation(speaking, tmp_path, mon
     messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
     assert messages == [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': answer}]
     assert 'error' not in result.stdout
+
+
+def test_an_answer_that_is_interrupted_before_its_first_word_is_no_turn(speaking, tmp_path, monkeypatch):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr('jax_text.Generation.pieces', interrupt)
+    monkeypatch.setattr('sys.stdin', io.StringIO(f'ab\n/save {tmp_path}/chat.json\n'))
+    result = succeeded(sample('none', f'--init_from={speaking}', '--interactive=True'))
+    assert '(interrupted)' in result.stdout and '(0 turns in' in result.stdout
+    assert json.loads((tmp_path / 'chat.json').read_text())['messages'] == []
+
+
+@pytest.mark.slow
+def test_a_chat_ends_without_a_cleanup_that_frees_what_a_computation_uses(speaking):
+    program = ('import atexit, runpy, sys; atexit.register(print, "cleanup"); sys.argv = sys.argv[1:]; '
+               'runpy.run_path("sample_jax.py", run_name="__main__")')
+    flags = [f'--init_from={speaking}', '--interactive=True', '--max_new_tokens=2', '--device=cpu']
+    with start('-c', program, 'sample_jax.py', *flags, stdin=subprocess.PIPE) as process:
+        out, err = process.communicate('ab\n', timeout=300)
+    assert process.returncode == 0, err
+    assert '> ' in out and 'cleanup' not in out
 
 
 def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking, tmp_path, monkeypatch):

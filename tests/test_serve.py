@@ -267,7 +267,8 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
     ({'prompt': 'a', 'stop': [1]}, 'stop'), ({'prompt': 'a', 'stop': ['a'] * 5}, 'stop'),
     ({'prompt': 'a', 'n': 65}, 'n'), ({'prompt': 'a', 'n': 0.5}, 'n'), ({'prompt': 'a', 'n': 0}, 'n'),
     ({'prompt': 'a', 'repeat_penalty': 1.1}, 'repeat_penalty'), ({'prompt': 'a', 'n_predict': 3}, 'n_predict'),
-    ({'prompt': 'a', 'tool_choice': 'required'}, 'tool_choice'),
+    ({'prompt': 'a', 'tool_choice': 'required'}, 'tool_choice'), ({'prompt': 'a', 'verbosity': 'low'}, 'verbosity'),
+    ({'prompt': 'a', 'prompt_logprobs': 1}, 'prompt_logprobs'), ({'prompt': 'a', 'num_beams': 4}, 'num_beams'),
     ({'prompt': 'a', 'logprobs': 5}, 'logprobs'), ({'prompt': 'a', 'stream': 1}, 'stream'),
     ({'prompt': 'a', 'echo': True}, 'echo'), ({'prompt': 'a', 'tools': [{}]}, 'tools'),
     ({'prompt': 'a', 'stream_options': []}, 'stream_options'), ({'prompt': 'a', 'seed': 2**32}, 'seed'),
@@ -287,8 +288,14 @@ def test_a_field_that_makes_no_sense_is_refused_by_name_streamed_or_not(of_run, 
 def test_a_field_that_is_not_supported_may_have_the_value_that_changes_nothing(of_run):
     for choice in ('none', 'auto'):
         body = {'prompt': 'a', 'max_tokens': 1, 'tool_choice': choice, 'tools': [], 'repeat_penalty': 1.0,
-                'n_predict': -1, 'typ_p': 1.0, 'skip_special_tokens': True, 'prediction': None}
+                'n_predict': -1, 'typ_p': 1.0, 'skip_special_tokens': True, 'prediction': None, 'num_beams': 1}
         assert post(of_run, body)[0] == 200
+
+
+def test_the_length_of_an_answer_has_three_names(of_run):
+    for name in ('max_tokens', 'max_completion_tokens', 'max_new_tokens'):
+        status, text = post(of_run, {'prompt': 'the', name: 3})
+        assert json.loads(text)['usage']['completion_tokens'] == 3
 
 
 @pytest.mark.parametrize('messages', [
@@ -309,6 +316,8 @@ def test_other_mistakes_have_the_errors_of_the_package(of_run):
     with client_of(of_run) as client, pytest.raises(openai.NotFoundError):
         client.embeddings.create(model='tiny', input='a')
     assert post(of_run, '{"prompt": "a"}', **{'Content-Type': 'text/plain'})[0] == 415
+    assert post(of_run, '{"prompt": "a"}', **{'Content-Encoding': 'gzip'})[0] == 415
+    assert post(of_run, '{"prompt": "a"}', **{'Transfer-Encoding': 'chunked'})[0] == 411
     assert post(of_run, 'x' * (BODY_BYTES + 1))[0] == 413
     assert post(of_run, '[' * 100_000)[0] == 400
 

@@ -209,8 +209,20 @@ def count_tokens(path):
 
 
 def tokens_of(text):
+    """The tokens of a source text that do something. An f-string is one token in every Python: from
+    3.12 on, tokenize splits it into its parts."""
     ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    return [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in ignored]
+    found = []
+    depth = 0  # of f-strings
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        if kind == 'FSTRING_END':
+            depth -= 1
+        elif depth == 0 and token.type not in ignored:
+            found.append(token)
+        if kind == 'FSTRING_START':
+            depth += 1
+    return found
 
 
 RELATIVE = re.compile(
@@ -248,7 +260,7 @@ def test_the_tokens_of_each_package_are_printed():
     for package, n_tokens in sizes.most_common():
         print(f'{package}: {n_tokens:,} tokens')
     print(f'all together: {sizes.total():,} tokens')
-    assert sizes.total() < 160_000  # Python 3.12 and later count the parts of an f-string
+    assert sizes.total() < 160_000
 
 
 # {a name: (most lines, most files) of the product that name it}: what a change of it costs
@@ -261,14 +273,12 @@ def test_the_prices_of_features_are_printed():
     for name, (most_lines, most_files) in PRICES.items():
         places = collections.Counter()
         for file, path in product_files().items():
-            tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding='utf-8')).readline)
-            lines = {token.start[0] for token in tokens
+            lines = {token.start[0] for token in tokens_of(path.read_text(encoding='utf-8'))
                      if token.type in (tokenize.NAME, tokenize.STRING) and token.string.strip('\'"') == name}
             places[file] = len(lines)
         n_lines, files = places.total(), [file for file, n in places.items() if n]
         print(f'{name}: {n_lines} lines in {len(files)} files (at most {most_lines} in {most_files})')
-        if sys.version_info < (3, 12):
-            assert n_lines <= most_lines and len(files) <= most_files, (name, +places)
+        assert n_lines <= most_lines and len(files) <= most_files, (name, +places)
 
 
 TRACE = """
@@ -310,17 +320,16 @@ def test_the_files_that_a_run_goes_through_are_printed(tmp_path):
     out = f'--out_dir={tmp_path / "out"}'
     way = ['two iterations of training', *trace(
         'train_jax.py', *MODEL, *SHORT, f'--dataset={tmp_path / "data"}', out, '--max_iters=2')]
-    assert_way(*way, at_most=(24, 259, 59_800), goal=(20, 200, 62_000))
+    assert_way(*way, at_most=(24, 259, 60_000), goal=(20, 200, 62_000))
     way = ['a sample of four tokens', *trace(
         'sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1', '--start=ABC')]
-    assert_way(*way, at_most=(21, 211, 53_750), goal=(18, 165, 54_000))
+    assert_way(*way, at_most=(21, 211, 54_000), goal=(18, 165, 54_000))
 
 
 def assert_way(name, *found, at_most, goal):
     """Prints (files, functions, tokens that are loaded) of a way through the product."""
     print(f'{name}: files, functions, tokens loaded {found} (at most {at_most}, goal {goal})')
-    if sys.version_info < (3, 12):  # later ones count the parts of an f-string
-        assert all(n <= most for n, most in zip(found, at_most)), (name, found)
+    assert all(n <= most for n, most in zip(found, at_most)), (name, found)
 
 
 def test_the_extras_of_pyproject_are_the_requirements_of_the_tests():

@@ -484,6 +484,22 @@ def test_a_folder_that_is_renamed_during_a_run_is_made_anew_and_stays_locked(fla
     succeeded(train(out, *RESUME, f'--max_iters={last + 2}'))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['metrics.jsonl', 'config.json'])
+def test_a_file_that_is_deleted_during_a_run_is_written_again(flags, tmp_path, name):
+    out = tmp_path / 'out'
+    process = start('train_jax.py', f'--out_dir={out}', *flags, *ENDLESS, '--save_interval=20')
+    wait_for('a checkpoint', lambda: checkpoint_steps(out), process)
+    (out / name).unlink()
+    wait_for(name, (out / name).exists, process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=300)
+    assert err.count(f'{out} lacks config.json or metrics.jsonl: they are written again\n') == 1
+    last, _ = choose_checkpoint(out)
+    assert [record['iter'] for record in read_metrics(out) if 'loss' in record] == [*range(last)]
+    succeeded(train(out, *RESUME, f'--max_iters={last + 2}'))
+
+
 @needs_hangup
 @pytest.mark.slow
 def test_a_terminal_that_closes_stops_the_run_which_saves(flags, tmp_path):
