@@ -136,7 +136,7 @@ def write_text(path, text):
     path = Path(os.path.realpath(path))  # a link stays a link
 
     # A pipe or /dev/null is written directly. A folder raises OSError.
-    if os.path.exists(path) and not os.path.isfile(path):
+    if path.exists() and not path.is_file():
         path.write_text(text, encoding='utf-8')
         return
 
@@ -160,9 +160,8 @@ def new_file(path):
 
 def free_name(path):
     """Returns the first of <path>.damaged, <path>.damaged1, ... that does not exist."""
-    path = Path(path)
-    names = [f'{path.name}.damaged', *[f'{path.name}.damaged{n}' for n in range(1, 100)]]
-    return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    names = [f'{path}.damaged', *[f'{path}.damaged{n}' for n in range(1, 100)]]
+    return next(Path(name) for name in names if not os.path.exists(name))
 
 
 def note(line):
@@ -503,6 +502,7 @@ LORA = Need('lora_rank', 'LoRA: add --lora_rank=8')
 PAIRS = Need('is_pairs', 'a data set of pairs of answers')
 CHAT = Need('is_chat', 'a chat: add --chat=True, --interactive=True or --serve=8000')
 PROMPTS = Need('takes_prompts', 'prompts that are given: leave out --interactive and --serve')
+SERVED = Need('serve', 'a server: add --serve=8000')
 NO_SERVER = Need('is_alone', 'prompts of this command: leave out --serve')
 # The steps of bench_jax.py that read a flag.
 TRAINED = Need(
@@ -537,8 +537,8 @@ NEEDS = {
         'chat': NO_SERVER,
         'stream': NO_SERVER,
         'interactive': NO_SERVER,
-        'host': Need('serve', 'a server: add --serve=8000'),
-        'allow': Need('serve', 'a server: add --serve=8000')},
+        'host': SERVED,
+        'allow': SERVED},
     'eval_jax': {
         'logprobs': Need('tasks', 'tasks: add --tasks=items.jsonl')},
     'export_jax': {
@@ -871,6 +871,9 @@ DISK_ERRORS = (
     getattr(errno, 'ESTALE', None))
 
 
+JAX_SETTINGS = os.path.join('jax', '_src', 'config.py')
+
+
 def exit_on_user_error(kind, error, traceback):
     """Ends the script. Serves as sys.excepthook. A UserError, a missing package, an error in
     DISK_ERRORS, and a lack of memory each become one line on stderr. The exit code is 75 for a
@@ -895,14 +898,15 @@ def exit_on_user_error(kind, error, traceback):
         error = missing_package(error.name.partition('.')[0])
 
     # JAX refuses a value of one of its environment variables, such as JAX_DEBUG_NANS=x.
-    if isinstance(error, ValueError) and is_raised_in(traceback, 'jax/_src/config.py'):
+    frames = extract_tb(traceback)
+    if isinstance(error, ValueError) and frames and frames[-1].filename.endswith(JAX_SETTINGS):
         error = UserError(f'JAX refuses its settings: {error}')
 
     is_memory = isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error)[:100]
     is_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
     if is_memory:
         error = f'out of memory: use a smaller batch_size or model ({str(error)[:200]})'
-    elif is_disk and not error.filename and not can_print():
+    elif is_disk and not error.filename and discard_unread_output():
         error = f'cannot print: {error.strerror}'
     elif not isinstance(error, UserError) and not is_disk:
         sys.__excepthook__(kind, error, traceback)
@@ -912,24 +916,6 @@ def exit_on_user_error(kind, error, traceback):
     warn(one_line(error))
     exit_before_others(code)
     sys.exit(code)
-
-
-def is_raised_in(traceback, name):
-    """Returns whether an exception was raised in a file whose path ends with `name`. traceback: the
-    exception's traceback."""
-    frames = extract_tb(traceback)
-    return bool(frames) and Path(frames[-1].filename).as_posix().endswith(name)
-
-
-def can_print():
-    """Returns whether stdout takes what has been printed. If not, as on a full disk, sends stdout
-    to os.devnull: the interpreter's last flush would fail with exit code 120."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
 
 
 # packages that are not in requirements_jax.txt, because only some commands need them
@@ -959,21 +945,25 @@ def is_own_module(name):
 
 @atexit.register  # before the interpreter flushes stdout, which would fail with exit code 120
 def discard_unread_output():
-    """Sends stdout and stderr to os.devnull if their readers have closed them. Returns whether the
-    reader of stdout has closed stdout."""
+    """Sends stdout and stderr to os.devnull if their readers have closed them, or if their disk is
+    full. Returns whether that is true of stdout."""
     discard_if_unread(sys.stderr)
     return discard_if_unread(sys.stdout)
 
 
 def discard_if_unread(stream):
-    """Sends a stream to os.devnull if the reader of the stream has closed it. Returns whether the
-    reader has closed the stream."""
+    """Sends a stream to os.devnull if its reader has closed it, or if its disk is full. Returns
+    whether that is so."""
     try:
         poll = select.poll()
         poll.register(stream, 0)  # errors only
         is_gone = bool(poll.poll(0))
     except Exception:  # no poll (Windows), or the stream is not a file
         return False
+    try:
+        stream.flush()
+    except OSError:
+        is_gone = True
     if is_gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return is_gone

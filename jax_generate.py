@@ -971,10 +971,10 @@ def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
     """Returns (tokens, int32 [B, T] with 0 for padding; lengths, int32 [B]). If prompt_lengths_B is
     None, all lengths are T. Raises UserError for a wrong shape, a wrong length, or a token id
     outside the vocabulary."""
-    tokens_BxT = np.asarray(idx_BxT, np.int32)
-    if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape:
-        raise UserError('prompts must be [batch, tokens] with at least one token, not of shape '
-                        f'{tokens_BxT.shape}')
+    tokens_BxT = np.asarray(idx_BxT)
+    if tokens_BxT.ndim != 2 or 0 in tokens_BxT.shape or tokens_BxT.dtype.kind not in 'iu':
+        raise UserError('prompts must be token ids [batch, tokens] with at least one token, not '
+                        f'{tokens_BxT.dtype} of shape {tokens_BxT.shape}')
     # the lengths; T for all rows if they are not given
     B, T = tokens_BxT.shape
     length_B = np.full(B, T) if prompt_lengths_B is None else np.asarray(prompt_lengths_B)
@@ -988,7 +988,7 @@ def check_prompts(config: GPTConfig, idx_BxT: ArrayLike,
         wrong = tokens_BxT.min() if tokens_BxT.min() < 0 else tokens_BxT.max()
         raise UserError(f'the prompt has token id {wrong}; the model knows 0 to '
                         f'{config.vocab_size - 1}')
-    return tokens_BxT, length_B.astype(np.int32)
+    return tokens_BxT.astype(np.int32), length_B.astype(np.int32)
 
 
 # -----------------------------------------------------------------------------
@@ -1050,6 +1050,9 @@ def score_in_pieces(params: dict, config: GPTConfig, items: list, max_length: in
     for item in items:
         item_results, group = [], []
         for ids, start in item:
+            if not 1 <= start <= len(ids) or min(ids) < 0 or max(ids) >= config.vocab_size:
+                raise UserError(f'a row is (ids, start), with ids below {config.vocab_size} and a '
+                                f'start from 1 to {len(ids)}, not {start}')
             arrays = [np.zeros(len(ids) - start, dtype)
                       for dtype in (np.float32, bool, np.int32, np.float32)]
             item_results.append(tuple(arrays if with_top else arrays[:2]))
@@ -1058,7 +1061,7 @@ def score_in_pieces(params: dict, config: GPTConfig, items: list, max_length: in
                 group.append(Row(
                     list(ids[first:end]), scored - first, *[array[part] for array in arrays]))
         results.append(item_results)
-        has_one_window_per_row = len(group) == len(item)
+        has_one_window_per_row = len(group) == len(item) > 0
         if has_one_window_per_row:
             groups.append(group)
         else:

@@ -5,6 +5,7 @@ $ python sample_jax.py --init_from=gpt2-xl --start="The answer to life, the univ
 """
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -129,8 +130,13 @@ def read_prompt(path, number, line, chat):
     if chat and messages and isinstance(messages, list):
         if isinstance(messages[-1], dict) and messages[-1].get('role') == 'assistant':
             raise UserError(f'{path}, line {number}: the messages end with an answer; leave it out')
+        if prompt.keys() - {'messages', 'tools', 'chat_template_kwargs'}:
+            note_once(f'of the lines of {path} only "messages", "tools" and '
+                      '"chat_template_kwargs" are read')
         return {**prompt, 'where': f'{path}, line {number}'}
     if isinstance(prompt, dict):
+        if len(prompt) > 1:
+            note_once(f'of the lines of {path} only "prompt" is read')
         prompt = prompt.get('prompt')
     if not isinstance(prompt, str) or not prompt:
         raise UserError(f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}')
@@ -165,6 +171,8 @@ def note(line):
     if is_master:
         print(line, file=sys.stderr)
 
+
+note_once = functools.cache(note)  # a line is printed once
 
 # the devices and processes
 configure_process(cfg.device)

@@ -570,37 +570,3 @@ def tokens_digest(tokenizer):
     around = tokenizer.encode(text, add_special_tokens=False).ids
     tokenizer.encode_special_tokens = is_plain
     return digest([sorted(tokenizer.get_vocab().items()), probe_ids(tokenizer), around])
-
-
-def check_tokens(data, dataset, model, model_name, vocab_size):
-    """Checks that a pretrained model can be trained on a data set: the same ids must mean the same
-    tokens. Returns the description of the run's tokenizer. This is the model's, or the data set's
-    if the model's is unknown.
-
-    data, model: the descriptions of the tokenizers of the data set and of the model; `model` may be
-    None (unknown). dataset, model_name: names for the error message. vocab_size: the size of the
-    model's vocabulary.
-
-    Raises UserError if ids mean different tokens. If the model's tokenizer is unknown, accepts only
-    a data set of characters (kind 'char') with vocab_size characters."""
-    if model and same_tokens(data, model):
-        return model
-    if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
-        return data
-    remedy = f'put the tokenizer.json of {model_name} beside its weights'
-    if model:
-        remedy = remedy_for_tokens(model, model_name)
-    raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean '
-                    f'something else; {remedy}')
-
-
-def remedy_for_tokens(description, name):
-    """Returns the part of an error message that says how to make a data set with the tokens of a
-    tokenizer. description: see load_tokenizer. name: the model or the folder that has the
-    tokenizer."""
-    if description['kind'] == 'char':
-        return 'the model knows characters: take a data set with the same ones'
-    if description['kind'] == 'gpt2':
-        name = 'gpt2'
-    return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
-            '--out_dir=data/mine (for conversations: data/chat/prepare.py)')

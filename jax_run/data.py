@@ -347,3 +347,15 @@ def load_mixture_meta(dataset):
     largest_ids = [each['max_id'] for each in metas]
     largest = None if None in largest_ids else max(largest_ids)
     return shares, {**meta, 'max_id': largest}
+
+
+def remedy_for_tokens(description, name):
+    """Returns the part of an error message that says how to make a data set with the tokens of a
+    tokenizer. description: see load_tokenizer. name: the model or the folder that has the
+    tokenizer."""
+    if description['kind'] == 'char':
+        return 'the model knows characters: take a data set with the same ones'
+    if description['kind'] == 'gpt2':
+        name = 'gpt2'
+    return (f'make it with: python data/text/prepare.py my.txt --tokenizer={name} '
+            '--out_dir=data/mine (for conversations: data/chat/prepare.py)')

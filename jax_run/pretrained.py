@@ -12,10 +12,11 @@ from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import in_all_processes
 from jax_flags import UserError
 from jax_hub.folders import local_path
-from jax_hub.tokenizers import check_tokens, describe_tokenizer, load_tokenizer
+from jax_hub.tokenizers import describe_tokenizer, load_tokenizer, same_tokens
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_config
 from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run
+from jax_run.data import remedy_for_tokens
 from jax_run.load import merge_updates
 from jax_run.model import Model, flags_from_config, for_this_run, with_block_size
 from jax_run.restore import full_path
@@ -74,6 +75,28 @@ def pretrained_model(flags, given, meta, dtype):
                 'quantize': flags['quantize'], 'checksum': None}
     print(f"initializing from {source}, dropout {flags['dropout']}, block_size {block_size}")
     return Model(config, tokenizer, lora, weights), flags
+
+
+def check_tokens(data, dataset, model, model_name, vocab_size):
+    """Checks that a pretrained model can be trained on a data set: the same ids must mean the same
+    tokens. Returns the description of the run's tokenizer. This is the model's, or the data set's
+    if the model's is unknown.
+
+    data, model: the descriptions of the tokenizers of the data set and of the model; `model` may be
+    None (unknown). dataset, model_name: names for the error message. vocab_size: the size of the
+    model's vocabulary.
+
+    Raises UserError if ids mean different tokens. If the model's tokenizer is unknown, accepts only
+    a data set of characters (kind 'char') with vocab_size characters."""
+    if model and same_tokens(data, model):
+        return model
+    if not model and data['kind'] == 'char' and len(data['chars']) == vocab_size:
+        return data
+    remedy = f'put the tokenizer.json of {model_name} beside its weights'
+    if model:
+        remedy = remedy_for_tokens(model, model_name)
+    raise UserError(f'dataset {dataset} has other tokens than {model_name}, their ids mean '
+                    f'something else; {remedy}')
 
 
 # -----------------------------------------------------------------------------

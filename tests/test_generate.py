@@ -463,6 +463,23 @@ def test_the_largest_logits_are_kept_as_a_sort_would(kind):
     np.testing.assert_array_equal(keep(x, jax.nn.softmax(x), np.float32(1.5)), x)
 
 
+@pytest.mark.parametrize('ids', [[[1, 2**32 + 2]], [[1.0, 2.7]], [[2**40, 1]], [[-(2**32) + 1]], [['a']]])
+def test_ids_are_checked_before_they_become_int32(ids):
+    with pytest.raises(UserError, match='token id'):
+        generate(random_params(TINY), TINY, ids, 1, rng=RNG)
+
+
+@pytest.mark.parametrize('row', [([1, -1], 1), ([1, 37], 1), ([1, 2], 0), ([1, 2], 3), ([], 1)])
+def test_a_row_that_cannot_be_scored_is_refused(row):
+    with pytest.raises(UserError, match=r'a row is \(ids, start\), with ids below 37'):
+        score(random_params(TINY), TINY, [[([1, 2], 1)], [row]])
+
+
+def test_an_item_without_rows_and_a_row_without_scored_tokens_have_no_results():
+    first, empty, ((logprobs, _),) = score(random_params(TINY), TINY, [[([1, 2], 1)], [], [([1, 2], 2)]])
+    assert len(first) == 1 and empty == [] and len(logprobs) == 0
+
+
 @pytest.mark.filterwarnings('error')
 @pytest.mark.parametrize('name, low, high', [
     ('temperature', 1e-6, 1e38), ('top_k', 1, 10**38), ('top_p', 1e-37, 1.0), ('min_p', 0.0, 1.0),

@@ -590,6 +590,19 @@ def test_a_line_that_is_no_prompt_is_named(line, finished, tmp_path):
     assert_refused(result, 'PROMPTS.NDJSON, line 2: neither "a text" nor .*')
 
 
+def test_keys_of_a_line_that_are_not_read_are_said_once(finished, speaking, tmp_path):
+    path = tmp_path / 'prompts.jsonl'
+    path.write_text('{"prompt": "a", "max_new_tokens": 9}\n' * 2)
+    flags = [f'--start=FILE:{path}', '--num_samples=1', '--max_new_tokens=1']
+    said = succeeded(sample(finished[0], *flags)).stderr
+    assert said.count(f'of the lines of {path} only "prompt" is read\n') == 1
+    path.write_text('{"messages": [{"role": "user", "content": "a"}], "id": 7}\n' * 2)
+    said = succeeded(sample('none', f'--init_from={speaking}', '--chat=True', *flags)).stderr
+    assert said.count(f'of the lines of {path} only "messages", "tools" and "chat_template_kwargs" are read\n') == 1
+    path.write_text('{"messages": [{"role": "user", "content": "a"}], "tools": []}\n{"prompt": "a"}\n"a"\n')
+    assert 'of the lines' not in succeeded(sample('none', f'--init_from={speaking}', '--chat=True', *flags)).stderr
+
+
 def test_stop_texts_that_are_no_list_of_texts_are_refused(tmp_path):
     for stop in ('["a"', '[1]'):
         result = sample(tmp_path, f'--stop={stop}')
