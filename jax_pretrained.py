@@ -158,8 +158,20 @@ def save_pretrained(params: dict, config: GPTConfig, folder: str | Path, *,
     with new_folder(folder) as unfinished:
         if description:
             copy_tokenizer(description, unfinished)
+            if not config_json:
+                suppress_padding(unfinished, load_tokenizer(description), config.vocab_size)
         write_json(os.path.join(unfinished, 'config.json'), hf_config)
         write_shards(unfinished, shapes, make_tensor, dtype, shard_bytes)
+
+
+def suppress_padding(folder, tokenizer, vocab_size):
+    """Makes transformers sample no id without a token, as sample_jax.py does not: the ids from the
+    number of tokens to vocab_size, which pads it. Adds them to "suppress_tokens" of the folder's
+    generation_config.json."""
+    if tokenizer.vocab_size < vocab_size:
+        path = os.path.join(folder, 'generation_config.json')
+        padding = list(range(tokenizer.vocab_size, vocab_size))
+        write_json(path, {**read_json(path, optional=True), 'suppress_tokens': padding})
 
 
 @contextlib.contextmanager

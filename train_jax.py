@@ -140,7 +140,7 @@ initialize_distributed(
 # all processes must have the same flags, and the same given flags, because these override those of
 # a checkpoint; each process may have paths of its own, if their content is the same
 own = {'process_id', 'out_dir', 'dataset'}
-check_agreement('flags', {**flags, 'the list of given flags': sorted(given.keys() - own)}, own)
+check_agreement('flags', {**flags, **{f'--{name}': 'given' for name in given.keys() - own}}, own)
 is_master = jax.process_index() == 0  # the process that prints and writes the logs
 if not is_master:
     sys.stdout = open(os.devnull, 'w')

@@ -172,8 +172,9 @@ def check_agreement(what, values, own=()):
     for i, other in enumerate(others, start=1):
         different = []
         for name in {**first, **other}:
-            if first.get(name) != other.get(name):
-                different.append(f'{name} is {first.get(name)} and {other.get(name)}')
+            pair = [values.get(name, 'missing') for values in (first, other)]
+            if pair[0] != pair[1]:
+                different.append(f'{name} is {pair[0]} and {pair[1]}')
         if different:
             raise UserError(f'processes 0 and {i} have different {what}, but all processes must have '
                             f'the same: {", ".join(different)}')

@@ -190,6 +190,16 @@ def test_a_model_of_gpt2s_tokens_is_exported_with_them(tmp_path, monkeypatch):
     assert 'put its tokenizer.json into this folder' in (tmp_path / 'without' / 'README.md').read_text()
 
 
+@pytest.mark.parametrize('n_padding', [0, 3])
+def test_transformers_is_told_to_sample_no_id_without_a_token(tmp_path, n_padding):
+    chars = 'abcdefghijklmnopqrstuvwxyz0123456789 '[:TINY.vocab_size - n_padding]
+    write_char_tokenizer(chars, tmp_path)
+    save_pretrained(random_params(TINY), TINY, tmp_path / 'model', tokenizer=tmp_path)
+    path = tmp_path / 'model/generation_config.json'
+    padding = json.loads(path.read_text()).get('suppress_tokens', []) if path.exists() else []
+    assert padding == list(range(TINY.vocab_size))[len(chars):]
+
+
 def test_a_card_that_cannot_be_written_is_named_and_the_model_is_complete(speaking, tmp_path, monkeypatch):
     write_text = jax_flags.write_text
 

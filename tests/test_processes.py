@@ -43,6 +43,8 @@ def test_processes_that_differ_are_named_with_what_differs(other_says):
     check_agreement('flags', {'batch_size': 4, 'seed': 1})
     said = refusal(check_agreement, 'flags', {'batch_size': 8, 'seed': 1})
     assert said == 'processes 0 and 1 have different flags, but all processes must have the same: batch_size is 4 and 8'
+    other_says('{"seed": 1, "--seed": "given"}')
+    assert refusal(check_agreement, 'flags', {'seed': 1}).endswith('the same: --seed is given and missing')
 
 
 def test_a_mistake_of_one_process_is_reported_by_all(other_says):

@@ -108,6 +108,9 @@ def main():
     parser.add_argument('modules', nargs='*', default=list(MODULES))
     parser.add_argument('--against', default='')
     args = parser.parse_args()
+    unknown = set(args.modules) - MODULES.keys()
+    if unknown:
+        parser.error(f'there is no {min(unknown)}; there are {", ".join(MODULES)}')
     n_killed = n_all = 0
     with tempfile.TemporaryDirectory(prefix='mutants_') as temporary:
         tree = Path(temporary) / 'tree'

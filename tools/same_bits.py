@@ -333,10 +333,11 @@ def main():
         write_text(inputs)
         write_model(inputs / 'model')
         checkout = folder / 'checkout'
-        archive = subprocess.run(['git', 'archive', args.commit], cwd=ROOT, capture_output=True,
-                                 check=True).stdout
+        archive = subprocess.run(['git', 'archive', args.commit], cwd=ROOT, capture_output=True)
+        if archive.returncode:
+            parser.error(f'git cannot read {args.commit}: {archive.stderr.decode().strip()}')
         checkout.mkdir()
-        subprocess.run(['tar', '-x', '-C', checkout], input=archive, check=True)
+        subprocess.run(['tar', '-x', '-C', checkout], input=archive.stdout, check=True)
         trees = [Tree(checkout, folder / 'old'), Tree(ROOT, folder / 'new')]
 
         # each case in both
