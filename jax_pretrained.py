@@ -339,6 +339,9 @@ def read_config_json_of(config, path):
     for key in ('n_positions', 'n_ctx'):
         if key in hf:
             hf[key] = config.block_size
+    # RoPE has learned to read longer sequences
+    if config.block_size > hf.get('max_position_embeddings', config.block_size):
+        hf['max_position_embeddings'] = config.block_size
     wrong = differences(config, hf, path)
     if wrong:
         raise UserError(f'{path} is not that of the model to be saved, which has '

@@ -248,7 +248,7 @@ def main():
     if not (folder / 'meta.json').is_file():
         parser.error(f'{folder} has no data: run its prepare.py first')
     splits, vocab_size, encode, decode = load_data(folder, parser.error)
-    cfg, prompt = Config(**flags, vocab_size=vocab_size), encode(flags['start'])
+    cfg, prompt = Config(**flags, vocab_size=vocab_size), encode(flags['start'] or '\n')
     # all devices, on one axis; each gets a copy of the parameters and of AdamW's moments
     mesh = Mesh(np.array(jax.devices()), ('data',))
     n_rows = cfg.gradient_accumulation_steps * cfg.batch_size

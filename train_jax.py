@@ -259,6 +259,7 @@ with contextlib.ExitStack() as at_end:
         deadline = Deadline(run, layout, started)
 
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
+    stop.exit_if_stopped()
     at_end.enter_context(stop.waits_while(out.is_saving))  # even a second signal waits for a save
     at_end.enter_context(out.writing(run, manifest, data.bpb_bytes))
     mfu = None  # a function of the tokens per second, where the peak of the devices is known
@@ -356,7 +357,9 @@ if not stop_signal and not iter_num:
     print('saved nothing: there was no iteration')
 elif not stop_signal:
     best = f', best val loss {best_val_loss:.4f}' if best_val_loss < NO_LOSS else ''
-    kept = [read_val_loss(files / 'ckpt' / str(step)) for step in checkpoint_steps(cfg.out_dir)]
+    since = comparable_since(manifest)
+    kept = [read_val_loss(files / 'ckpt' / str(step), since)
+            for step in checkpoint_steps(cfg.out_dir)]
     if best and best_val_loss not in kept:  # that of the model before its first update
         best += ' before training: no checkpoint is better'
     sample = 'sample-jax' if INSTALLED.is_dir() else 'python sample_jax.py'

@@ -153,6 +153,11 @@ def choose_vocabulary(wanted, texts=None, train_texts=None, *, has_chat=False):
         fail(f'--tokenizer={wanted}: it may be char, gpt2, bpe:4096 (at least bpe:257, the bytes '
              f'and {END}), or the folder or owner/name of a model')
 
+    # the characters of a run or a data set
+    found = find_tokenizer(wanted)
+    if found['kind'] == 'char':
+        return Vocabulary(found, len(found['chars']))
+
     # A document has to end.
     _, vocabulary = load_model_tokenizer(wanted)
     if not vocabulary.end:
@@ -297,7 +302,8 @@ def encode_characters(stoi, text):
     try:
         return [stoi[c] for c in text]
     except KeyError as e:
-        fail(f'the character {e} was not there when the vocabulary was made: an input has changed')
+        fail(f'the vocabulary has no character {e}: take it out of the texts, or if the script has '
+             'just made the vocabulary, an input has changed')
 
 
 def join(parts, dtype):

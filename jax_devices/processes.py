@@ -274,10 +274,18 @@ class StopSignal:
             discard_output()
         if self.nothing_to_save:
             self.answered.wait(5)
-            sys.exit(128 + signum)
+            # JAX's callback of the garbage collector, in which Python may call this method, ignores
+            # exceptions: exit_if_stopped() raises this one again
+            sys.unraisablehook = lambda error: None
+            self.exit_if_stopped()
         self.n_received += 1
         if not self.owns_process and self.n_received > 1 and not self.saving():
             raise KeyboardInterrupt
+
+    def exit_if_stopped(self):
+        """Ends the script if a signal has come and there is nothing to save."""
+        if self.nothing_to_save and self.signum:
+            sys.exit(128 + self.signum)
 
     def answer(self, received):
         """Reads signal numbers from the socket `received` until the socket is closed. Calls

@@ -30,7 +30,7 @@ SILENCE = LEASE / 2
 COMMITTED = 'commit_success.txt'
 
 # The files of a checkpoint that this machine gets a copy of, below ckpt/<iteration>/.
-SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics')
+SMALL = ('checksums.json', 'meta/metadata', 'metrics/metrics', 'metrics/anew')
 
 
 @functools.cache
@@ -383,9 +383,9 @@ class BucketRun:
             self.folder.files.mv(f'{folder}/{step.name}', f'{folder}/{free.name}', recursive=True)
         self.refresh()
 
-    def write_metrics(self, step, text):
+    def write_metrics(self, step, name, text):
         self.lease.confirm()
-        self.folder.write(f'ckpt/{step}/metrics/metrics', text)
+        self.folder.write(f'ckpt/{step}/metrics/{name}', text)
         self.refresh()
 
 

@@ -30,6 +30,7 @@ FORMAT = 1  # of checkpoints
 # Orbax is still writing, in its mode ATOMIC_RENAME.
 ITEMS = (*WEIGHTS, 'opt_state', 'meta', 'metrics')
 MODEL_ITEMS = (*WEIGHTS, 'meta', 'metrics')
+ANEW = 'anew'  # the file of metrics with the loss that add_val_loss has measured anew
 UNFINISHED = '*.orbax-checkpoint-tmp'
 
 # The time limit of a save: Orbax's 20 minutes are too short for slow disks, and for a clock that is
@@ -170,9 +171,9 @@ class DiskRun:
         """Renames the folder `step` of a damaged checkpoint to `free`, an unused path."""
         os.rename(step, free)
 
-    def write_metrics(self, step, text):
-        """Writes `text` as the metrics of checkpoint `step`, which has no metrics yet."""
-        write_text(self.checkpoints / str(step) / 'metrics' / 'metrics', text)
+    def write_metrics(self, step, name, text):
+        """Writes `text` into a file of the metrics of checkpoint `step`, 'metrics' or ANEW."""
+        write_text(self.checkpoints / str(step) / 'metrics' / name, text)
 
     def space(self):
         """Returns a text about the free space, for a message. Raises OSError if the folder is
@@ -186,8 +187,8 @@ class DiskRun:
 
 
 def open_checkpoints(out_dir, keep=2, since=0):
-    """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints. Of
-    the checkpoints after iteration `since`, it also keeps the one with the lowest validation loss.
+    """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints, and
+    the one with the lowest validation loss: of those after iteration `since`, and of those before.
 
     since: the iteration from which on validation losses can be compared, see comparable_since.
     Raises UserError if out_dir cannot be written."""
@@ -199,18 +200,22 @@ def open_checkpoints(out_dir, keep=2, since=0):
     def val_loss(metrics):
         return metrics['val_loss']
 
-    # Which checkpoints to keep. Orbax prefers the highest metric, and `reverse` turns that around.
-    # Saves between evaluations have no metrics, so only LatestN keeps them.
-    class BestOfTheseData(policies.BestN):
+    # Which checkpoints to keep. Saves between evaluations have no metrics, so only LatestN keeps
+    # them.
+    class Best(policies.PreservationPolicy):
         def should_preserve(self, checkpoints, **options):
-            comparable = [info for info in checkpoints if info.step > since]
-            are_kept = super().should_preserve(comparable, **options)
-            kept = {info.step for info, is_kept in zip(comparable, are_kept) if is_kept}
+            before, after = {}, {}  # {step: loss}: losses of the two do not compare
+            for info in checkpoints:
+                losses = after if info.step > since else before
+                if info.metrics:
+                    losses[info.step] = val_loss(info.metrics)
+            anew = read_val_loss(folder.files / 'ckpt' / str(since), since)
+            if math.isfinite(anew):
+                after[since] = anew
+            kept = {min(reversed(losses), key=losses.get) for losses in (before, after) if losses}
             return [info.step in kept for info in checkpoints]
 
-    best = BestOfTheseData(
-        get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
-    preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), best])
+    preservation = policies.AnyPreservationPolicy([policies.LatestN(keep), Best()])
 
     # If Orbax made folders in the background, threads would wait 5 minutes for one that cannot be
     # made.
@@ -340,22 +345,21 @@ def read_val_loss(step, since=0):
     """Returns the validation loss of the checkpoint in the folder `step`. The best checkpoint is
     the one with the lowest validation loss.
 
-    since: the iteration from which on validation losses can be compared, see comparable_since. For
-    a checkpoint at this iteration or before, and for a checkpoint without metrics, returns
-    infinity, the worst loss.
+    since: the iteration from which on validation losses can be compared, see comparable_since. The
+    loss of the checkpoint at this iteration is the one that add_val_loss has measured anew. For a
+    checkpoint before it, and for one without such a loss, returns infinity, the worst loss.
 
     Returns -infinity if the metrics cannot be read, or if the loss in them is not finite. This
     value is no loss; callers treat such a checkpoint as damaged."""
-    path = step / 'metrics' / 'metrics'
-    if not path.exists():
+    iteration = int(step.name)
+    path = step / 'metrics' / (ANEW if iteration == since else 'metrics')
+    if iteration < since or not path.exists():
         return math.inf
     try:
         val_loss = float(read_json(path)['val_loss'])
     except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
         return -math.inf
-    if not math.isfinite(val_loss):
-        return -math.inf
-    return val_loss if int(step.name) > since else math.inf
+    return val_loss if math.isfinite(val_loss) else -math.inf
 
 
 def comparable_since(manifest):
@@ -464,17 +468,23 @@ def run_of(manager):
     return run_folder(os.path.dirname(str(manager.directory)))
 
 
-def add_val_loss(manager, step, val_loss):
-    """Adds val_loss to checkpoint `step` if the checkpoint was saved without an evaluation. Such a
-    checkpoint is saved when a signal stops the run. With a loss, the checkpoint can be chosen as
-    the best. All processes call this function. manager: what open_checkpoints returns."""
+def add_val_loss(manager, step, val_loss, since):
+    """Adds val_loss to checkpoint `step`, so that it can be chosen as the best, in two cases:
+    - It was saved without an evaluation, as when a signal stops the run.
+    - `since` is `step`: val_loss is the first that compares with those of later checkpoints. The
+      checkpoint keeps its earlier loss, too.
+
+    All processes call this function. manager: what open_checkpoints returns. since: the iteration
+    from which on validation losses can be compared."""
     run = run_of(manager)
-    path = run.files / 'ckpt' / str(step) / 'metrics' / 'metrics'
-    if jax.process_index() == 0 and not path.exists():
-        run.write_metrics(step, json.dumps({'val_loss': val_loss}))
+    name = ANEW if since == step else 'metrics'
+    path = run.files / 'ckpt' / str(step) / 'metrics' / name
+    if jax.process_index() == 0 and (name == ANEW or not path.exists()):
+        run.write_metrics(step, name, json.dumps({'val_loss': val_loss}))
 
     # Wait, so that no process reads the file before it is there.
     gather_texts('')
+    run.refresh()
     manager.reload()
 
 

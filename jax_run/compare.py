@@ -79,7 +79,8 @@ def read_run(folder, x):
             train = record.get(f'train_{kind}') or math.nan
             points.append((at[x], train, record[f'val_{kind}']))
             # the best loss is that on the data that the run has now
-            if record['iter'] > since or not since:
+            is_anew = record['iter'] == since and 'anew' in record
+            if record['iter'] > since or not since or is_anew:
                 best = min(best, record[f'val_{kind}'])
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import INSTALLED, UserError, find_shipped, is_in_bucket, read_json
-from jax_hub.tokenizers import locate_tokenizer, same_tokens
+from jax_flags import INSTALLED, UserError, find_shipped, is_in_bucket, read_json, warn
+from jax_hub.tokenizers import load_tokenizer, locate_tokenizer, same_tokens
 
 
 def relative_path(path):
@@ -327,9 +327,10 @@ def dataset_folder(name):
 
 def load_mixture_meta(dataset):
     """Returns (shares; meta) of the flag --dataset. shares: {folder: fraction}, see parse_mixture.
-    meta: what load_dataset_meta returns for the first of these folders, but 'max_id' is the largest
-    id of all folders. dataset: see parse_mixture. Raises UserError if data sets cannot be
-    mixed, because their tokens differ or one of them has pairs."""
+    meta: what load_dataset_meta returns for the first of these folders that has chats, so that the
+    run keeps their chat template; else for the first folder. 'max_id' is the largest id of all
+    folders. dataset: see parse_mixture. Raises UserError if data sets cannot be mixed, because
+    their tokens differ or one of them has pairs."""
     shares = parse_mixture(dataset)
     folders = [relative_path(folder) for folder in shares]
     metas = [load_dataset_meta(folder) for folder in shares]
@@ -337,16 +338,42 @@ def load_mixture_meta(dataset):
 
     # The others must have the same tokens, and must not be pairs.
     for folder, other in zip(folders[1:], metas[1:]):
-        if 'pairs' in (meta['kind'], other['kind']):
+        if 'pairs' in (metas[0]['kind'], other['kind']):
             raise UserError('pairs of answers cannot be mixed with other data: give --dataset one '
                             'folder')
         has_same_size = other['vocab_size'] == meta['vocab_size']
         if not has_same_size or not same_tokens(other['tokenizer'], meta['tokenizer']):
             raise UserError(f'{folder} has other tokens than {folders[0]}: prepare both with the '
                             'same --tokenizer')
+        if meta['kind'] != 'chats' and other['kind'] == 'chats':
+            meta = other
+        elif other['kind'] == 'chats' and template_of(other) != template_of(meta):
+            warn(f'{folder} has another chat template than the data sets before it, which is kept')
     largest_ids = [each['max_id'] for each in metas]
     largest = None if None in largest_ids else max(largest_ids)
     return shares, {**meta, 'max_id': largest}
+
+
+def template_of(meta):
+    """Returns the chat template of a data set, None if it has none. meta: what load_dataset_meta
+    returns."""
+    return load_tokenizer(meta['tokenizer']).chat_template
+
+
+def with_template_of(meta, tokenizer, dataset):
+    """Returns the description of the tokenizer that a run keeps: that of its data, if these are
+    conversations that were written with another chat template than that of `tokenizer`, so that the
+    run can be talked to; else `tokenizer`. Says which template it is.
+
+    meta: what load_mixture_meta returns. tokenizer: the description of a tokenizer with the same
+    tokens. dataset: the flag."""
+    if meta['kind'] not in ('chats', 'pairs') or meta['tokenizer']['kind'] != 'folder':
+        return tokenizer
+    of_data = template_of(meta)
+    if not of_data or of_data == load_tokenizer(tokenizer).chat_template:
+        return tokenizer
+    print(f'the chat template is that of dataset {dataset}')
+    return meta['tokenizer']
 
 
 def remedy_for_tokens(description, name):

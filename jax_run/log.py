@@ -136,7 +136,7 @@ class RunLog:
         may_overflow = metrics.get('loss_scale', 0) >= 1
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or may_overflow):
             raise NotFinite(f'iteration {iter_num} has loss {loss}, gradient norm {grad_norm}: '
-                            f'stopping; the checkpoints in {self.out_dir} are from before; try a '
+                            f'stopping; any checkpoints in {self.out_dir} are from before; try a '
                             'lower learning_rate, longer warmup_iters or dtype=float32')
 
         # count it
@@ -214,8 +214,8 @@ class RunLog:
         self.say(f"step {iter_num}: train loss {flat['train_loss']:.4f}, "
                  f"val loss {flat['val_loss']:.4f}{more}")
         if not math.isfinite(sum(flat.values())):
-            raise NotFinite(f'the loss is not finite at iteration {iter_num}; {self.out_dir} has '
-                            'checkpoints from before')
+            raise NotFinite(f'the loss is not finite at iteration {iter_num}; any checkpoints in '
+                            f'{self.out_dir} are from before')
 
         # record them
         if sample:
@@ -265,15 +265,17 @@ class MetricsLog:
     When a run starts at iteration iter_num, the constructor keeps the records of earlier
     iterations. Of the records at iter_num itself, it keeps an evaluation and a change of max_iters.
     It drops all other records, because the run writes them again. If it has kept an evaluation at
-    iter_num, write() does not write this evaluation again. With iter_num=0, it drops all records.
+    iter_num, write() does not write this evaluation again, unless `begins_anew`: it was made with
+    other data, and the new one gets the key 'anew'. With iter_num=0, it drops all records.
 
     An incomplete last line is dropped. If other lines cannot be read, they are left out, a message
     says so, and the old file is kept as metrics.jsonl.damaged.
 
     A line that cannot be written, for example on a full disk, is written with a later line."""
 
-    def __init__(self, out_dir, iter_num=0):
+    def __init__(self, out_dir, iter_num=0, *, begins_anew=False):
         self.path = Path(out_dir) / 'metrics.jsonl'
+        self.anew = iter_num if begins_anew else None
 
         # Keep the records of a resumed run. `evaluated` is the iteration of the last one, if it is an
         # evaluation.
@@ -286,7 +288,8 @@ class MetricsLog:
                     n_damaged += 1
                     continue
                 is_evaluation = 'val_loss' in record
-                comes_before = is_evaluation or 'max_iters' in record  # before the iteration itself
+                # before the iteration itself; 'anew' is of another resume from here
+                comes_before = (is_evaluation or 'max_iters' in record) and 'anew' not in record
                 if record['iter'] < iter_num or record['iter'] == iter_num and comes_before:
                     kept.append(json.dumps(record) + '\n')
                     self.evaluated = record['iter'] if is_evaluation else None
@@ -304,7 +307,9 @@ class MetricsLog:
     def write(self, record):
         """Appends a record, {name: value}. A float that is not finite becomes null. Leaves out an
         evaluation that the file has already, after a resume."""
-        if 'val_loss' in record and record['iter'] == self.evaluated:
+        if 'val_loss' in record and record['iter'] == self.anew:
+            record = {**record, 'anew': True}
+        elif 'val_loss' in record and record['iter'] == self.evaluated:
             return
 
         # JSON has no infinity and no NaN.

@@ -255,10 +255,14 @@ def list_changes(changed, there):
 
 
 def say_what_differs(changed):
-    """Prints a line on the versions, settings and kind of device that differ between a resumed run
-    and the same run before the resume. Prints nothing if none of them differs. With such a
-    difference, the run may get other bits than a run in which nothing has changed. changed: what
-    find_changed returns."""
+    """Prints a line on the flags that differ between a resumed run and the same run before the
+    resume, and a line on its versions, settings and kind of device. With such a difference, the run
+    may get other bits than a run in which nothing has changed. changed: what find_changed
+    returns."""
+    flags = [f'{name} {before!r} -> {now!r}' for name, (before, now)
+             in changed.get('flags', {}).items() if name not in ('max_iters', 'lr_decay_iters')]
+    if flags:
+        print(f'other flags than so far: {", ".join(flags)}')
     changes = []
     for part in ('versions', 'settings', 'devices'):
         for name, (before, now) in changed.get(part, {}).items():

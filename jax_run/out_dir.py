@@ -101,7 +101,8 @@ class OutDir:
                 earlier = read_json(files / 'config.json', optional=True)
                 say_what_is_counted(earlier.get('bpb_bytes', 'tokens'), bpb_bytes)
         self.write_settings()
-        self.metrics_log = MetricsLog(files, run.iter_num)
+        begins_anew = run.iter_num > 0 and comparable_since(manifest) == run.iter_num
+        self.metrics_log = MetricsLog(files, run.iter_num, begins_anew=begins_anew)
         self.folder.upload()
 
     def write_settings(self):
@@ -163,8 +164,8 @@ class OutDir:
         if iter_num == run.iter_num:
             return
         if not all_finite(state.params):  # an update can spoil them after a finite loss
-            raise UserError(f'parameters are not finite at iteration {iter_num}; {self.path} has '
-                            'checkpoints from before')
+            raise UserError(f'parameters are not finite at iteration {iter_num}; any checkpoints '
+                            f'in {self.path} are from before')
         files = self.folder.files
         is_whole = (files / 'config.json').exists() and (files / 'metrics.jsonl').exists()
         if self.metrics_log and not is_whole:
@@ -185,18 +186,14 @@ class OutDir:
 
     def record_val_loss(self, iter_num, val_loss):
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
-        checkpoint and the checkpoint has no loss yet, because a signal stopped the run. With a
-        loss, the checkpoint can be chosen as the best. Adds nothing if the run was resumed with
-        other data or another block_size, because val_loss then does not compare with earlier
-        losses.
+        checkpoint (see add_val_loss).
 
         Call this method after each evaluation, when metrics.jsonl already has the evaluation. In a
         bucket, first uploads metrics.jsonl and the run's other changed files."""
         if self.metrics_log:
             self.folder.upload()
-        is_comparable = comparable_since(self.manifest) < iter_num
-        if self.run.resumed and iter_num == self.run.iter_num and is_comparable:
-            add_val_loss(self.checkpoints, iter_num, val_loss)
+        if self.run.resumed and iter_num == self.run.iter_num:
+            add_val_loss(self.checkpoints, iter_num, val_loss, comparable_since(self.manifest))
 
     def plot(self):
         """Draws loss.png anew."""

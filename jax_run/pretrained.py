@@ -16,7 +16,7 @@ from jax_hub.tokenizers import describe_tokenizer, load_tokenizer, same_tokens
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_config
 from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run
-from jax_run.data import remedy_for_tokens
+from jax_run.data import remedy_for_tokens, with_template_of
 from jax_run.load import merge_updates
 from jax_run.model import Model, flags_from_config, for_this_run, with_block_size
 from jax_run.restore import full_path
@@ -55,12 +55,7 @@ def pretrained_model(flags, given, meta, dtype):
     tokenizer = check_tokens(
         meta['tokenizer'], flags['dataset'], known, name, config.vocab_size)
 
-    # conversations keep the chat template that they were written with
-    if meta['kind'] in ('chats', 'pairs') and meta['tokenizer']['kind'] == 'folder':
-        of_data, own = (load_tokenizer(each).chat_template for each in (meta['tokenizer'], tokenizer))
-        if of_data and of_data != own:
-            tokenizer = meta['tokenizer']
-            print(f"the chat template is that of dataset {flags['dataset']}")
+    tokenizer = with_template_of(meta, tokenizer, flags['dataset'])
 
     # the sequences of this run may be shorter than the model's, and with RoPE longer
     block_size = flags['block_size']

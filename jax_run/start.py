@@ -39,12 +39,12 @@ from jax_devices.processes import check_agreement, in_all_processes
 from jax_devices.setup import setup_jax_environment
 from jax_flags import (
     UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate,
-    did_you_mean, is_in_bucket, read_ends, refuse, rising_learning_rate)
+    did_you_mean, is_in_bucket, is_on_command_line, read_ends, refuse, rising_learning_rate, warn)
 from jax_hub.folders import PUBLISHED, is_hub_name
 from jax_hub.tokenizers import same_tokens
 from jax_run.checkpoints import (
     checkpoint_steps, choose_checkpoint, load_checkpoint, run_folder)
-from jax_run.data import load_mixture_meta, remedy_for_tokens
+from jax_run.data import load_mixture_meta, remedy_for_tokens, with_template_of
 from jax_run.model import (
     MODEL_FLAGS, Model, config_from_flags, flags_from_config, for_this_run, with_block_size)
 from jax_run.program import Options, assemble
@@ -249,6 +249,8 @@ def continued_model(flags, given, resumed, meta, dtype):
         remedy = remedy_for_tokens(tokenizer, os.path.join(out_dir, 'tokenizer'))
         raise UserError(f'{out_dir} was trained with other tokens than those of dataset '
                         f"{flags['dataset']}: their ids mean something else; {remedy}")
+    if 'dataset' in given:
+        tokenizer = with_template_of(meta, tokenizer, flags['dataset'])
     if dtype != resumed['model']['dtype']:
         print(f"this run has computed in {resumed['model']['dtype']} so far, and continues in "
               f'{dtype}')
@@ -457,12 +459,18 @@ def merge_resumed_flags(flags, given, saved):
                 f'the checkpoint in {out_dir} says {name}={str(value)[:100]!r}, which is no value '
                 'of this flag: it is damaged, or of another program')
         kept[name] = value
+    if is_on_command_line('checkpoint') and given['checkpoint'] == 'best':
+        warn('checkpoint=best has no effect: a resume continues from the latest checkpoint')
     if given.get('minutes'):
         # the command that started the run; its choices stay
         if given['minutes'] != kept.get('minutes'):
             raise UserError(
                 f'minutes is for a new run: leave it out, and {out_dir} continues to its '
                 f"max_iters={kept['max_iters']}, or give --minutes=0 with another max_iters")
+        for name in FIXED_BY_MINUTES:
+            if is_on_command_line(name) and given[name] != kept.get(name):
+                warn(f'{name}={given[name]} has no effect: --minutes has set {kept.get(name)}; add '
+                     '--minutes=0 to change it')
         given = {name: value for name, value in given.items() if name not in FIXED_BY_MINUTES}
     optimizer = kept.get('optimizer', 'adamw')
     if given.get('optimizer', optimizer) != optimizer:

@@ -13,8 +13,8 @@ import pytest
 
 from jax_flags import TryAgain, UserError
 from jax_run.checkpoints import (
-    checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints, run_folder,
-    save_checkpoint)
+    add_val_loss, checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints,
+    read_val_loss, run_folder, save_checkpoint)
 from jax_run.out_dir import lock_out_dir, see_lock
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import META, TINY, edit_json, refusal, start
@@ -119,6 +119,21 @@ def test_the_best_checkpoint_has_the_data_and_the_length_of_sequences_that_the_r
             save_checkpoint(manager, i, tiny_state, {**META, 'manifest': change}, val_loss=val_loss)
         finish_checkpoints(manager)
         assert choose_checkpoint(tmp_path / str(number), 'best')[0] == (1 if number == 2 else 2)
+
+
+@pytest.mark.parametrize('anew, best, kept', [(0.1, 1, [1, 3]), (0.25, 2, [1, 2, 3])])
+def test_the_checkpoint_from_which_losses_begin_anew_competes_with_its_new_loss(tmp_path, tiny_state, anew, best, kept):
+    for i, val_loss in ((1, 5.0), (2, 0.2), (3, 0.3)):
+        manager = open_checkpoints(tmp_path, keep=1, since=1 if i > 1 else 0)
+        if i == 2:  # the resume evaluates the checkpoint with its own data
+            add_val_loss(manager, 1, anew, since=1)
+        changes = {'earlier_data': [{'until': 1, 'data': []}]} if i > 1 else {}
+        save_checkpoint(manager, i, tiny_state, {**META, 'manifest': changes}, val_loss=val_loss)
+        finish_checkpoints(manager)
+    assert sorted(checkpoint_steps(tmp_path)) == kept
+    assert choose_checkpoint(tmp_path, 'best')[0] == best
+    if best == 1:  # in the run that ended with it, it has the loss of then
+        assert read_val_loss(tmp_path / 'ckpt' / '1') == 5.0
 
 
 def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):

@@ -898,3 +898,33 @@ def test_a_template_whose_prompt_ends_in_a_space_is_refused(tmp_path):
     assert_refused(result, "is 'Q: a A: '; it ends with a space, which becomes a part of the first word in training")
     assert not (tmp_path / 'c').exists()
     assert_refused(prepare('chat', *arguments, '--template=chatml'), 'make the vocabulary with .*/prepare.py --chat')
+
+
+def test_a_run_keeps_the_template_of_the_chats_it_is_trained_on_in_any_order_and_after_a_resume(tmp_path):
+    (tmp_path / 'fox.txt').write_text((TEXT + 'User:\nAssistant:\n---?.0123456789') * 60)
+    (tmp_path / 'chats.jsonl').write_text('\n'.join(
+        json.dumps({'messages': [{'role': 'user', 'content': f'what does number {i} do?'},
+                                 {'role': 'assistant', 'content': f'the quick brown fox {i}.'}]}) for i in range(20)))
+    data, chats, others = (tmp_path / name for name in ('data', 'chats', 'others'))
+    succeeded(prepare('text', tmp_path / 'fox.txt', '--tokenizer=char', f'--out_dir={data}'))
+    for out in (chats, others):
+        succeeded(prepare('chat', tmp_path / 'chats.jsonl', f'--tokenizer={data}', f'--out_dir={out}',
+                          '--template=plain'))
+    template = (chats / 'tokenizer' / 'chat_template.jinja').read_text()
+    (others / 'tokenizer' / 'chat_template.jinja').write_text(template + '{# another #}')
+
+    def kept(out):
+        return (out / 'tokenizer' / 'chat_template.jinja').read_text()
+
+    result = succeeded(train(tmp_path / 'mixed', f'--dataset={data}:0.5,{chats}:0.5', *CHATTER))
+    assert kept(tmp_path / 'mixed') == template and 'another chat template' not in result.stderr
+    result = succeeded(train(tmp_path / 'both', f'--dataset={chats}:0.5,{others}:0.5', *CHATTER))
+    assert kept(tmp_path / 'both') == template
+    assert 'others has another chat template than the data sets before it, which is kept' in result.stderr
+    succeeded(train(tmp_path / 'first', f'--dataset={data}', *CHATTER))
+    assert not (tmp_path / 'first' / 'tokenizer').exists()
+    resumed = train(tmp_path / 'first', '--init_from=resume', f'--dataset={chats}', '--max_iters=6', '--device=cpu:0')
+    assert 'the chat template is that of dataset' in succeeded(resumed).stdout
+    assert kept(tmp_path / 'first') == template
+    succeeded(train(tmp_path / 'first', '--init_from=resume', '--max_iters=8', '--device=cpu:0'))
+    assert kept(tmp_path / 'first') == template

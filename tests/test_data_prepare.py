@@ -469,6 +469,18 @@ def test_the_masks_and_templates_of_an_older_data_set_are_removed(tmp_path, env)
     assert files_in(tmp_path / 'out') == ['meta.json', 'train.bin', 'val.bin']
 
 
+def test_characters_of_a_data_set_or_a_run_are_used_again(tmp_path, env):
+    texts = 'abcd' * 9, 'dcba' * 9, 'abX'
+    first, more, other = (text_file(tmp_path, text, f'{i}.txt') for i, text in enumerate(texts))
+    prepare('text', first, '--tokenizer=char', '--out_dir', tmp_path / 'first', env=env)
+    prepare('text', more, '--tokenizer', tmp_path / 'first', '--out_dir', tmp_path / 'more', env=env)
+    assert decoded(tmp_path / 'more')[0].startswith('dcba')
+    metas = [load_dataset_meta(tmp_path / name) for name in ('first', 'more')]
+    assert metas[0]['tokenizer'] == metas[1]['tokenizer']
+    said = refuse('text', other, '--tokenizer', tmp_path / 'first', '--out_dir', tmp_path / 'other', env=env)
+    assert "the vocabulary has no character 'X'" in said
+
+
 def test_the_unfinished_data_set_of_another_script_is_removed_first(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(DATA)
     common = importlib.import_module('common')

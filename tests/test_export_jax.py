@@ -11,7 +11,7 @@ import pytest
 import jax_flags
 from jax_flags import UserError
 from jax_hub.tokenizer_files import write_char_tokenizer
-from jax_pretrained import save_pretrained
+from jax_pretrained import load_config, save_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_transformer import count_params
@@ -188,6 +188,16 @@ def test_a_model_of_gpt2s_tokens_is_exported_with_them(tmp_path, monkeypatch):
     done = run_script('export_jax.py', f'--init_from={tmp_path / "gpt2"}', f'--folder={tmp_path / "without"}')
     assert "without a tokenizer.json: tiktoken cannot load GPT-2's BPE" in succeeded(done).stderr
     assert 'put its tokenizer.json into this folder' in (tmp_path / 'without' / 'README.md').read_text()
+
+
+def test_a_published_model_that_has_learned_longer_sequences_is_exported_with_their_length(tmp_path):
+    config = dataclasses.replace(TINY, position='rope', norm='rms', bias=False, mlp='swiglu')
+    save_pretrained(random_params(config), config, tmp_path / 'model')
+    longer = dataclasses.replace(config, block_size=2 * TINY.block_size)
+    save_pretrained(random_params(config), longer, tmp_path / 'longer', config_json=tmp_path / 'model/config.json')
+    saved = json.loads((tmp_path / 'longer/config.json').read_text())
+    assert saved['max_position_embeddings'] == 2 * TINY.block_size
+    assert load_config(tmp_path / 'longer').block_size == 2 * TINY.block_size
 
 
 @pytest.mark.parametrize('n_padding', [0, 3])

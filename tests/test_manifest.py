@@ -9,14 +9,15 @@ import pytest
 
 import jax_devices.processes
 import jax_run.manifest
-from jax_run.checkpoints import choose_checkpoint, read_val_loss
-from jax_run.compare import compare_runs
+from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_loss
+from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
     BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changes, flatten, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
-    RESUME, ROOT, assert_refused, copy_folder, edit_json, free_port, refusal, start, succeeded, train, write_dataset)
+    RESUME, ROOT, assert_refused, copy_folder, edit_json, free_port, records_of, refusal, start, succeeded, train,
+    write_dataset)
 
 
 @pytest.fixture
@@ -121,6 +122,21 @@ def test_a_resume_refuses_other_data_until_they_are_named_on_the_command_line(da
     assert choose_checkpoint(out, 'best')[0] > 5 and loss_before < 5
     succeeded(train(out, *RESUME, '--max_iters=9'))  # the same data: nothing to name, and what was before is kept
     assert manifest_of(out)['earlier_data'] == now['earlier_data']
+
+
+def test_a_resume_that_only_gets_worse_keeps_the_model_that_it_began_with(run_copy):
+    worse = ['--eval_iters=3', '--learning_rate=10.0', '--warmup_iters=0', '--decay_lr=False', '--keep=1']
+    for max_iters in (23, 26):  # two saves, of which only the last is kept
+        said = succeeded(train(run_copy, *RESUME, *worse, f'--max_iters={max_iters}', '--eval_interval=1')).stdout
+        assert 'before training: no checkpoint is better' not in said
+    records = [record for record in records_of(run_copy, 'val_loss') if record['iter'] == 20]
+    assert ['anew' in record for record in records] == [False, True]  # with the run's data, and with the new
+    assert choose_checkpoint(run_copy, 'best')[0] == 20
+    assert sorted(checkpoint_steps(run_copy)) == [20, 26]
+    assert read_run(run_copy, 'iterations')['best'] == records[1]['val_bpb'] != records[0]['val_bpb']
+    # another resume from there begins anew, too
+    succeeded(train(run_copy, *RESUME, '--eval_iters=4', '--max_iters=27'))
+    assert choose_checkpoint(run_copy, 'best')[0] in (26, 27)
 
 
 def test_the_same_data_in_another_place_are_resumed(data, flags, tmp_path):

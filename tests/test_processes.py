@@ -419,6 +419,24 @@ def test_a_second_signal_has_to_wait_for_a_save():
         assert process.poll() is None
 
 
+def test_a_signal_within_a_callback_that_ignores_exceptions_ends_the_script(capfd):
+    program = """
+import gc, os, signal
+from jax_devices.processes import StopSignal
+stop = StopSignal(nothing_to_save=True)
+gc.callbacks.append(lambda phase, info: gc.callbacks.clear() or signal.raise_signal(signal.SIGTERM))
+gc.collect()
+print('goes on', flush=True)
+stop.exit_if_stopped()
+print('deletes the earlier run', flush=True)
+"""
+    with start('-c', program) as process:
+        out, err = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert out == 'goes on\n'
+    assert err == 'stopping: there is nothing to save; SIGTERM again ends at once\n'
+
+
 def test_a_signal_while_a_run_starts_ends_it_with_a_line():
     with signalled(nothing_to_save=True, then='time.sleep(60)') as (process, send):
         assert send(signal.SIGINT) == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
