@@ -349,8 +349,8 @@ def read_config_json_of(config, path):
     return hf
 
 
-GPT2_FIELDS = (*GPT2_SIZES, 'dropout', 'bias', 'activation', 'norm_eps', 'dtype', 'attention',
-               'scan_layers', 'remat', 'tied_head')
+GPT2_FIELDS = (*GPT2_SIZES, 'n_inner', 'dropout', 'bias', 'activation', 'norm_eps', 'dtype',
+               'attention', 'scan_layers', 'remat', 'tied_head')
 
 
 def derive_config_json(config):
@@ -428,6 +428,7 @@ def derive_gpt2_config_json(config):
         'vocab_size': config.vocab_size,
         'tie_word_embeddings': config.tied_head,
         **{key: getattr(config, field) for field, key in GPT2_SIZES.items()},
+        'n_inner': config.n_inner or None,  # null is 4 n_embd
         'layer_norm_epsilon': config.norm_eps,
         'activation_function': activations[0],
         'attn_pdrop': config.dropout,

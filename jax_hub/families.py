@@ -58,12 +58,11 @@ def gpt2_config(hf):
     """Returns the fields of GPTConfig, {name: value}, for a GPT-2 model. hf: the config of the
     model, as transformers reads it."""
     require(hf, **GPT2_FIXED)
-    if hf.n_inner is not None:
-        require(hf, n_inner=4 * hf.n_embd)
     if hf.activation_function not in HF_ACTIVATIONS:
         raise UserError(f'activation_function {hf.activation_function!r} is not supported')
     fields = {field: getattr(hf, key) for field, key in GPT2_SIZES.items()}
     return fields | dict(
+        n_inner=hf.n_inner or 0,
         activation=HF_ACTIVATIONS[hf.activation_function],
         norm_eps=hf.layer_norm_epsilon,
         tied_head=hf.tie_word_embeddings,

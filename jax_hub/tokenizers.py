@@ -515,28 +515,6 @@ def locate_tokenizer(description, folder):
     return {**description, 'path': path, 'is_copy': description['path'] == 'tokenizer'}
 
 
-def same_tokens(a, b):
-    """Returns whether two tokenizers have the same tokens and split a text into the same tokens. a,
-    b: the descriptions of the tokenizers."""
-    kinds = {a['kind'], b['kind']}
-    if kinds == {'folder'}:
-        return digest_of(a) == digest_of(b)
-    if 'gpt2' not in kinds:
-        return load_tokenizer(a).ids == load_tokenizer(b).ids
-    if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
-        folder = load_tokenizer(a if a['kind'] == 'folder' else b)
-        of_gpt2 = {'the': 1169, '\u0120the': 262, '<|endoftext|>': 50256}
-        has_ids = all(folder.ids.get(token) == id for token, id in of_gpt2.items())
-        return has_ids and digest(probe_ids(folder.tokenizer)) == GPT2_PROBE
-    return kinds == {'gpt2'}
-
-
-def digest_of(description):
-    """Returns the tokens_digest of a tokenizer of the kind 'folder'. This is the digest that
-    prepare.py wrote into the description, or else the digest of the folder as it is now."""
-    return description.get('digest') or tokens_digest(load_tokenizer(description).tokenizer)
-
-
 # a text that tokenizers split in different ways: spaces, lines, digits, case, accents, scripts
 PROBE = (
     'def add(x, y):\n    return x + y  # 12 + 345\n\n\n\tif a:\r\n        pass \n  '

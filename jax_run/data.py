@@ -9,8 +9,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_flags import INSTALLED, UserError, find_shipped, is_in_bucket, read_json, warn
-from jax_hub.tokenizers import load_tokenizer, locate_tokenizer, same_tokens
+from jax_flags import INSTALLED, UserError, digest, find_shipped, is_in_bucket, read_json, warn
+from jax_hub.tokenizers import (
+    GPT2_PROBE, load_tokenizer, locate_tokenizer, probe_ids, tokens_digest)
 
 
 def relative_path(path):
@@ -352,6 +353,28 @@ def load_mixture_meta(dataset):
     largest_ids = [each['max_id'] for each in metas]
     largest = None if None in largest_ids else max(largest_ids)
     return shares, {**meta, 'max_id': largest}
+
+
+def same_tokens(a, b):
+    """Returns whether two tokenizers have the same tokens and split a text into the same tokens. a,
+    b: the descriptions of the tokenizers."""
+    kinds = {a['kind'], b['kind']}
+    if kinds == {'folder'}:
+        return digest_of(a) == digest_of(b)
+    if 'gpt2' not in kinds:
+        return load_tokenizer(a).ids == load_tokenizer(b).ids
+    if kinds == {'gpt2', 'folder'}:  # without loading GPT-2's BPE, which may need a network
+        folder = load_tokenizer(a if a['kind'] == 'folder' else b)
+        of_gpt2 = {'the': 1169, '\u0120the': 262, '<|endoftext|>': 50256}
+        has_ids = all(folder.ids.get(token) == id for token, id in of_gpt2.items())
+        return has_ids and digest(probe_ids(folder.tokenizer)) == GPT2_PROBE
+    return kinds == {'gpt2'}
+
+
+def digest_of(description):
+    """Returns the tokens_digest of a tokenizer of the kind 'folder'. This is the digest that
+    prepare.py wrote into the description, or else the digest of the folder as it is now."""
+    return description.get('digest') or tokens_digest(load_tokenizer(description).tokenizer)
 
 
 def template_of(meta):

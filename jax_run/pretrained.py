@@ -12,11 +12,11 @@ from jax_devices.layout import setup_distributed_training
 from jax_devices.processes import in_all_processes
 from jax_flags import UserError
 from jax_hub.folders import local_path
-from jax_hub.tokenizers import describe_tokenizer, load_tokenizer, same_tokens
+from jax_hub.tokenizers import describe_tokenizer, load_tokenizer
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_pretrained import load_config
 from jax_run.checkpoints import MODEL_ITEMS, choose_checkpoint, is_run
-from jax_run.data import remedy_for_tokens, with_template_of
+from jax_run.data import remedy_for_tokens, same_tokens, with_template_of
 from jax_run.load import merge_updates
 from jax_run.model import Model, flags_from_config, for_this_run, with_block_size
 from jax_run.restore import full_path

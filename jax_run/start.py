@@ -41,10 +41,10 @@ from jax_flags import (
     UserError, ceil_div, check_flags, check_given, check_needs, decays_learning_rate,
     did_you_mean, is_in_bucket, is_on_command_line, read_ends, refuse, rising_learning_rate, warn)
 from jax_hub.folders import PUBLISHED, is_hub_name
-from jax_hub.tokenizers import same_tokens
 from jax_run.checkpoints import (
     checkpoint_steps, choose_checkpoint, load_checkpoint, run_folder)
-from jax_run.data import load_mixture_meta, remedy_for_tokens, with_template_of
+from jax_run.data import (
+    load_mixture_meta, remedy_for_tokens, same_tokens, with_template_of)
 from jax_run.model import (
     MODEL_FLAGS, Model, config_from_flags, flags_from_config, for_this_run, with_block_size)
 from jax_run.program import Options, assemble

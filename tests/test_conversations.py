@@ -15,7 +15,8 @@ import pytest
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_hub.tokenizer_files import copy_tokenizer
-from jax_hub.tokenizers import GPT2Tokenizer, HFTokenizer, same_tokens
+from jax_hub.tokenizers import GPT2Tokenizer, HFTokenizer
+from jax_run.data import same_tokens
 from jax_text import TextModel
 from jax_transformer import GPTConfig
 from tests.common import (

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jax_hub.tokenizers import same_tokens, tokens_digest
-from jax_run.data import load_dataset_meta
+from jax_hub.tokenizers import tokens_digest
+from jax_run.data import load_dataset_meta, same_tokens
 from tests.common import ROOT, assert_refused, needs_hangup, run_script, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'

@@ -6,12 +6,14 @@ import json
 import shlex
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 import jax_flags
 from jax_flags import UserError
 from jax_hub.tokenizer_files import write_char_tokenizer
-from jax_pretrained import load_config, save_pretrained
+from jax_pretrained import load_config, load_pretrained, save_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_transformer import count_params
@@ -73,8 +75,8 @@ def test_a_model_with_experts_trains_resumes_and_samples(qwen, tmp_path):
 def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     config, params, _ = load_run(qwen)
     save_pretrained(params, config, tmp_path / 'model')
-    flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ', f'--dataset={dataset}']
-    exported = sample('none', f'--init_from={tmp_path / "model"}', *flags)
+    flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ']
+    exported = sample('none', f'--init_from={tmp_path / "model"}', f'--dataset={dataset}', *flags)
     assert samples_of(exported) == samples_of(sample(qwen, *flags))
 
 
@@ -198,6 +200,16 @@ def test_a_published_model_that_has_learned_longer_sequences_is_exported_with_th
     saved = json.loads((tmp_path / 'longer/config.json').read_text())
     assert saved['max_position_embeddings'] == 2 * TINY.block_size
     assert load_config(tmp_path / 'longer').block_size == 2 * TINY.block_size
+
+
+@pytest.mark.parametrize('n_inner', [0, 24])
+def test_a_gpt2_of_another_mlp_width_is_exported_and_read_again(tmp_path, n_inner):
+    config = dataclasses.replace(TINY, n_inner=n_inner)
+    save_pretrained(random_params(config), config, tmp_path / 'model')
+    assert json.loads((tmp_path / 'model/config.json').read_text())['n_inner'] == (n_inner or None)
+    found, params = load_pretrained(tmp_path / 'model', 'float32')
+    assert found.n_inner == n_inner
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(config))
 
 
 @pytest.mark.parametrize('n_padding', [0, 3])

@@ -97,7 +97,7 @@ def test_bfloat16_weights_are_read(tmp_path):
     ('model_type', 'bert', 'supported: gpt2'),
     ('activation_function', 'relu', 'activation_function'),
     ('activation_function', ['gelu'], 'activation_function'),
-    ('n_inner', 32, 'n_inner'),
+    ('n_inner', 'wide', 'n_inner'),
     ('scale_attn_by_inverse_layer_idx', True, 'scale_attn_by_inverse_layer_idx'),
     ('reorder_and_upcast_attn', True, 'reorder_and_upcast_attn'),
     ('scale_attn_weights', False, 'scale_attn_weights'),

@@ -13,7 +13,8 @@ from jax_flags import UserError, digest
 from jax_hub.tokenizer_files import copy_tokenizer, write_char_tokenizer, write_gpt2_tokenizer
 from jax_hub.tokenizers import (
     GPT2_PROBE, PROBE, HFTokenizer, describe_tokenizer, load_token_bytes, load_tokenizer, locate_tokenizer,
-    same_tokens, strip_partial_utf8, tokens_digest)
+    strip_partial_utf8, tokens_digest)
+from jax_run.data import same_tokens
 from jax_run.log import read_metrics
 from tests.common import MODEL, ROOT, SHORT, assert_refused, edit_json, prepare, refusal, succeeded, train
 
