@@ -288,7 +288,8 @@ root, sys.argv = sys.argv[1], sys.argv[2:]
 sys.path.insert(0, root)
 def trace(frame, event, argument):
     code = frame.f_code
-    is_function = code.co_flags & 2 and not code.co_name.startswith('<')  # no class body, lambda or comprehension
+    # no class body, lambda, comprehension, nor the annotations that Python 3.14 computes when they are read
+    is_function = code.co_flags & 2 and not code.co_name.startswith(('<', '__annotate'))
     if event == 'call' and code.co_filename.startswith(root) and is_function:
         seen.add((code.co_filename, code.co_qualname))
 sys.setprofile(trace)
