@@ -280,8 +280,8 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # training loop
     iter_num = run.iter_num
-    begins_anew = comparable_since(manifest) == iter_num  # earlier losses do not compare
-    best_val_loss = NO_LOSS if begins_anew else run.best_val_loss
+    since = comparable_since(manifest)  # losses before this iteration do not compare
+    best_val_loss = NO_LOSS if since == iter_num else run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled
     while True:
@@ -357,7 +357,6 @@ if not stop_signal and not iter_num:
     print('saved nothing: there was no iteration')
 elif not stop_signal:
     best = f', best val loss {best_val_loss:.4f}' if best_val_loss < NO_LOSS else ''
-    since = comparable_since(manifest)
     kept = [read_val_loss(files / 'ckpt' / str(step), since)
             for step in checkpoint_steps(cfg.out_dir)]
     if best and best_val_loss not in kept:  # that of the model before its first update

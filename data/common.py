@@ -241,6 +241,7 @@ def load_model_tokenizer(model, template=None, stop_text=None):
                            files)
 
 
+@functools.cache  # all files of a run's checkpoint are read
 def find_tokenizer(model):
     """Returns the description of the tokenizer of a model. model: see load_model_tokenizer."""
     from jax_hub.folders import local_path

@@ -276,7 +276,8 @@ class StopSignal:
             self.answered.wait(5)
             # JAX's callback of the garbage collector, in which Python may call this method, ignores
             # exceptions: exit_if_stopped() raises this one again
-            sys.unraisablehook = lambda error: None
+            if self.owns_process:
+                sys.unraisablehook = lambda error: None
             self.exit_if_stopped()
         self.n_received += 1
         if not self.owns_process and self.n_received > 1 and not self.saving():

@@ -212,6 +212,7 @@ def open_checkpoints(out_dir, keep=2, since=0):
             anew = read_val_loss(folder.files / 'ckpt' / str(since), since)
             if math.isfinite(anew):
                 after[since] = anew
+            # of equal losses the latest
             kept = {min(reversed(losses), key=losses.get) for losses in (before, after) if losses}
             return [info.step in kept for info in checkpoints]
 

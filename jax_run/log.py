@@ -230,7 +230,7 @@ class RunLog:
                 self.wandb_run.log({
                     'iter': iter_num, 'train/loss': train, 'val/loss': val, **flat, 'lr': self.lr,
                     'mfu': self.mfu and 100 * self.mfu})  # percent
-            except Exception as error:  # training goes on without it
+            except Exception as error:  # training continues without it
                 warn(f'wandb does not log any more, from iteration {iter_num} on: {error}')
                 self.wandb_run = None
         for watch in watchers:
