@@ -4,6 +4,8 @@ import math
 import statistics
 from pathlib import Path
 
+import numpy as np
+
 from jax_flags import UserError, check_choice, is_in_bucket, read_json
 from jax_run.checkpoints import comparable_since, list_steps
 from jax_run.log import read_metrics
@@ -34,6 +36,7 @@ def compare_runs(folders, x='iterations'):
         raise UserError('the runs to compare are a list of folders with at least one')
     runs = sorted((read_run(folder, x) for folder in folders), key=lambda run: run['best'])
     mark_val_data(runs)
+    say_if_evaluations_differ(runs)
     print_table(runs)
     return draw(runs, x)
 
@@ -65,23 +68,19 @@ def read_run(folder, x):
     # a run of an earlier version has its manifest in the checkpoints alone
     manifest = settings.pop('manifest', None) or read_manifest(files)
     since = comparable_since(manifest)
-    points, best, speeds, seconds, last_iter = [], math.inf, [], 0.0, -1
-    for record in read_metrics(files):
-        if isinstance(record.get('time_ms'), float):
-            # time_ms is the mean of the iterations since the record before
-            seconds += record['time_ms'] / 1000 * (record['iter'] - last_iter)
-            last_iter = record['iter']
-            speeds.append(record.get('tokens_per_sec') or 0)
-        if record.get('val_loss') is not None:
-            n_tokens = count_tokens(sizes, record['iter'], manifest or {})
-            at = {'iterations': record['iter'], 'tokens': n_tokens, 'seconds': seconds}
-            kind = 'bpb' if record.get('val_bpb') else 'loss'
-            train = record.get(f'train_{kind}') or math.nan
-            points.append((at[x], train, record[f'val_{kind}']))
-            # the best loss is that on the data that the run has now
-            is_anew = record['iter'] == since and 'anew' in record
-            if record['iter'] > since or not since or is_anew:
-                best = min(best, record[f'val_{kind}'])
+    evaluations, iterations, seconds, speeds = read_log(files)
+    points, best = [], math.inf
+    for record in evaluations:
+        n_tokens = count_tokens(sizes, record['iter'], manifest or {})
+        at = {'iterations': record['iter'], 'tokens': n_tokens,
+              'seconds': float(np.interp(record['iter'], iterations, seconds))}
+        kind = 'bpb' if record.get('val_bpb') else 'loss'
+        train = record.get(f'train_{kind}') or math.nan
+        points.append((at[x], train, record[f'val_{kind}']))
+        # the best loss is that on the data that the run has now
+        is_anew = record['iter'] == since and 'anew' in record
+        if record['iter'] > since or not since or is_anew:
+            best = min(best, record[f'val_{kind}'])
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')
     unit = 'nats per token'
@@ -89,11 +88,39 @@ def read_run(folder, x):
         unit = 'bits per byte'
         if settings.get('bpb_bytes') == 'text':  # not the bytes of the tokens
             unit = 'bits per byte of the text'
-    return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds,
+    return {'folder': str(folder), 'flags': settings, 'points': points, 'seconds': seconds[-1],
             'best': best if best < math.inf else points[-1][2],
             'val_data': val_digest(manifest)[:8] if manifest else '',
             'speed': statistics.median(speeds or [0]),
             'unit': unit}
+
+
+def read_log(files):
+    """Reads metrics.jsonl in the folder of a run. Returns (evaluations, iterations, seconds,
+    speeds). evaluations: the records with a validation loss. The first iterations[i] iterations
+    took seconds[i] (of training, without evaluations). speeds: the tokens per second in each line
+    that was printed for an iteration.
+
+    A printed line has the mean time of the iterations since the line before. Iterations after the
+    last line count as long as those before it."""
+    evaluations = []
+    iterations, seconds, speeds = [0], [0.0], []
+    each = 0.0
+    for record in read_metrics(files):
+        if isinstance(record.get('time_ms'), float):
+            each = record['time_ms'] / 1000
+            n = record['iter'] + 1
+            seconds.append(seconds[-1] + each * (n - iterations[-1]))
+            iterations.append(n)
+            speeds.append(record.get('tokens_per_sec') or 0)
+        if record.get('val_loss') is not None:
+            evaluations.append(record)
+
+    if evaluations:
+        n_after = max(0, evaluations[-1]['iter'] - iterations[-1])
+        seconds.append(seconds[-1] + each * n_after)
+        iterations.append(iterations[-1] + n_after)
+    return evaluations, iterations, seconds, speeds
 
 
 def count_tokens(run, iteration, manifest):
@@ -135,6 +162,18 @@ def mark_val_data(runs):
     if len(known) > 1:
         print('the runs have different validation data, so their losses cannot be compared: see '
               'the column "val data"')
+
+
+def say_if_evaluations_differ(runs):
+    """Prints a line if an evaluation of one run has more sequences than that of another run. Their
+    losses are then means over different parts of the validation data. runs: the results of
+    read_run."""
+    numbers = {run['flags']['eval_iters'] * run['flags']['batch_size'] for run in runs
+               if {'eval_iters', 'batch_size'} <= run['flags'].keys()}
+    if len(numbers) > 1:
+        shown = ', '.join(f'{n:,}' for n in sorted(numbers))
+        print(f'the runs evaluate different numbers of sequences ({shown}: eval_iters * '
+              'batch_size), so small differences of their losses say nothing')
 
 
 def print_table(runs):

@@ -32,6 +32,25 @@ def test_runs_are_compared_by_what_differs_the_best_first(tmp_path):
     assert picture.read_bytes().startswith(b'\x89PNG') and saved == f'saved {picture}'
 
 
+def test_an_evaluation_between_two_lines_of_the_log_has_its_share_of_their_time(tmp_path):
+    run = write_run(tmp_path / 'out', 0.1, [])
+    records = [{'iter': 0, 'val_loss': 4.0}, {'iter': 0, 'time_ms': 1000.0}, {'iter': 5, 'val_loss': 3.0},
+               {'iter': 10, 'time_ms': 2000.0}, {'iter': 15, 'val_loss': 2.0}]
+    (run / 'metrics.jsonl').write_text(''.join(json.dumps(record) + '\n' for record in records))
+    found = read_run(run, 'seconds')
+    assert [x for x, _, _ in found['points']] == [0, 1 + 4 * 2, 1 + 10 * 2 + 4 * 2]
+    assert found['seconds'] == 1 + 10 * 2 + 4 * 2
+
+
+def test_runs_that_evaluate_different_numbers_of_sequences_are_named(tmp_path, capsys):
+    a = write_run(tmp_path / 'out-a', 0.1, [3.0], eval_iters=10)
+    b = write_run(tmp_path / 'out-b', 0.1, [3.0], eval_iters=250)
+    compare_runs([a, b])
+    assert 'different numbers of sequences (40, 1,000: eval_iters * batch_size)' in capsys.readouterr().out
+    compare_runs([a, a])
+    assert 'different numbers' not in capsys.readouterr().out
+
+
 def test_tokens_are_counted_by_the_batch_sizes_that_a_run_has_had(tmp_path):
     changes = [{'until': 5, 'flags': {'batch_size': [1, 2]}}, {'until': 10, 'flags': {'batch_size': [2, 4]}}]
     run = write_run(tmp_path / 'out', 0.1, [3.0, 2.5, 2.75], manifest={'data': [], 'earlier': changes})
