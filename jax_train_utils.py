@@ -334,13 +334,12 @@ def create_train_state(rng: Array, config: GPTConfig, tx: optax.GradientTransfor
     lora_rank: if it is not 0, the parameters are LoRA's updates of this rank (see create_updates),
     and load_frozen fills in `frozen`. In that case call this function under jit. XLA then does not
     compute the model's own parameters, because only their shapes are used."""
-    model = GPT(config)
     params = init_params(rng, config)
     if lora_rank:
         params = create_updates(rng, params, lora_rank)
     loss_scale = initial_loss_scale() if config.dtype == 'float16' else None
-    state = TrainState.create(
-        apply_fn=model.apply, params=params, tx=tx, loss_scale=loss_scale)
+    # no apply_fn: it would be another object in each state, and a compiled step accepts only one
+    state = TrainState.create(apply_fn=None, params=params, tx=tx, loss_scale=loss_scale)
     # not flax's weakly typed 0, which would trigger a second compilation
     return state.replace(step=jnp.int32(0))
 

@@ -27,7 +27,8 @@ from jax import Array
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
-    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, span_limits)
+    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, fold_groups,
+    span_limits, unfold_groups)
 from jax_ops.cpu import computed_once
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
@@ -60,7 +61,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     dtype: str = 'float32'  # activations and matmuls; params, softmax, logits, loss are float32
     # execution: same parameters, same results up to rounding; not stored in checkpoints
-    attention: str = 'xla'  # one of ATTENTION; a call with a KV cache always uses 'xla'
+    attention: str = 'xla'  # one of ATTENTION; a call with a KV cache does not read it
     experts: str = 'loop'  # how a mixture of experts is computed, one of EXPERT_WAYS
     scan_layers: bool = False  # compile one block and loop over it; dropout draws other masks
     remat: str = 'none'  # recomputation in the backward pass: a key of REMAT_POLICIES
@@ -142,8 +143,8 @@ class Call(struct.PyTreeNode):
     seq_id_B: Array | None = None
     start_BxT: Array | None = None  # where packed conversations start, see GPT.loss
     padding_BxT: Array | None = None  # True for padding, see GPT.loss
-    # whether the T tokens are consecutive, so that a kernel can mask by their indices
-    in_order: bool = struct.field(pytree_node=False, default=False)
+    # whether a kernel may compute the attention: it masks by the indices of consecutive tokens
+    may_use_kernel: bool = struct.field(pytree_node=False, default=False)
 
 
 def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
@@ -151,12 +152,12 @@ def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Arr
     """Returns the Call of the tokens idx_BxT. position_BxT: the position of each token. If it is
     not given, the positions are 0 .. T-1; with start_BxT (packed rows), they are counted from the
     start of each conversation. The other parameters are the fields of Call."""
-    in_order = position_BxT is None
-    if in_order:
+    is_consecutive = position_BxT is None
+    if is_consecutive:
         position_BxT = jnp.arange(idx_BxT.shape[1])[None]
         if start_BxT is not None:
             position_BxT -= start_BxT
-    return Call(position_BxT, seq_id_B, start_BxT, padding_BxT, in_order)
+    return Call(position_BxT, seq_id_B, start_BxT, padding_BxT, may_use_kernel=is_consecutive)
 
 
 # -----------------------------------------------------------------------------
@@ -235,10 +236,8 @@ def dot_product_attention(
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
-    # the Q heads of a group become Q times as many queries
-    q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
-    # heads first, as the KV cache is stored
-    q_BxGxTQxK = q_BxTQxGxK.swapaxes(1, 2)
+    # heads first, as the KV cache is stored; the Q heads of a group become Q times as many queries
+    q_BxGxTQxK = fold_groups(q_BxTxHxK, G)
     k_BxGxSxK = k_BxSxGxK.swapaxes(1, 2)
     v_BxGxSxK = v_BxSxGxK.swapaxes(1, 2)
 
@@ -262,8 +261,7 @@ def dot_product_attention(
         index_GxTQxS = flat_index(probs_BxGxTQxS.shape[1:])
         probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, index_GxTQxS)
     y_BxGxTQxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK)
-    y_BxTQxGxK = y_BxGxTQxK.swapaxes(1, 2)
-    return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
+    return unfold_groups(y_BxGxTQxK, T)
 
 
 class CausalSelfAttention(nn.Module):
@@ -449,8 +447,9 @@ class GPT(nn.Module):
                *, deterministic: bool = True, seq_id_B: Array | None = None,
                start_BxT: Array | None = None,
                padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
-        """Returns (the Stream after the last norm; the new cache). The arguments are described at
-        __call__, with_cache and loss. Raises ValueError if T is more than block_size."""
+        """Returns (the Stream after the last norm; the new cache, or None without a cache). The
+        arguments are described at __call__, with_cache and loss. Raises ValueError if T is more
+        than block_size."""
         cfg = self.config
         B, T = idx_BxT.shape
         if T > cfg.block_size:
@@ -463,7 +462,7 @@ class GPT(nn.Module):
         call = create_call(
             idx_BxT, position_BxT, seq_id_B=seq_id_B, start_BxT=start_BxT, padding_BxT=padding_BxT)
         if self.is_initializing():
-            call = call.replace(in_order=False)  # no kernel is for a single token
+            call = call.replace(may_use_kernel=False)  # no kernel is for a single token
         stream = self.embed(idx_BxT, call)
 
         # all blocks in one compiled loop
@@ -481,7 +480,7 @@ class GPT(nn.Module):
         for i, block in enumerate(self.h):
             layer_cache = cache[f'h_{i}'] if cache else None
             stream, new_cache[f'h_{i}'] = run(block, stream, call, layer_cache)
-        return stream.replace(x_BxTxD=self.ln_f(stream.x_BxTxD)), new_cache
+        return stream.replace(x_BxTxD=self.ln_f(stream.x_BxTxD)), new_cache if cache else None
 
 
 # -----------------------------------------------------------------------------
@@ -493,9 +492,9 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
     """Computes a layer's attention. Returns (y_BxTxHxK; the new KV cache, None without a cache).
 
     - With a KV cache: attend_to_cache.
-    - Without a cache, if call.in_order is True and config.attention is not 'xla': the kernel that
-      config.attention names (see choose_attention, jax_devices). The kernel masks by index, because
-      the call's T tokens are in order, as in training and evaluation.
+    - Without a cache, if call.may_use_kernel is True and config.attention is not 'xla', as in
+      training and evaluation: the kernel that config.attention names (see choose_attention,
+      jax_devices).
     - Without a cache, in all other cases: dot_product_attention, the plain formula.
 
     module: the attention layer, for its config, layer_type and dropout key.
@@ -511,7 +510,7 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
     if cache is not None:
         return attend_to_cache(module, qkv_of, kv, call, cache, scale=scale, sinks_H=sinks_H)
     key_B = dropout_keys(module, call)
-    if call.in_order and config.attention != 'xla':
+    if call.may_use_kernel and config.attention != 'xla':
         from jax_ops.fused_attention import fused_causal_attention  # sampling does without it
         scores = Scores(scale, config.attention_cap, **span_limits(config, layer_type))
         return fused_causal_attention(
@@ -1143,7 +1142,7 @@ class LatentAttention(nn.Module):
         absorbed = T * (2 * mla.kv_rank - n_kv) < mla.kv_rank * n_kv
         if absorbed:
             # no kernel has such wide heads
-            call = call.replace(in_order=False)
+            call = call.replace(may_use_kernel=False)
 
         def qkv_of(kv):
             if absorbed:

@@ -112,10 +112,8 @@ class Layout:
     def init_sharded(self, make, *args):
         """Computes make(*args) under jit with sharded outputs, so that no device materializes the
         full tree."""
-        tree = jax.eval_shape(lambda: make(*args))
-        shardings = jax.tree.leaves(self.shardings(tree))
-        make_leaves = jax.jit(lambda: jax.tree.leaves(make(*args)), out_shardings=shardings)
-        return jax.tree.unflatten(jax.tree.structure(tree), make_leaves())
+        shardings = self.shardings(jax.eval_shape(lambda: make(*args)))
+        return jax.jit(lambda: make(*args), out_shardings=shardings)()
 
     def abstract_state(self, make, *args):
         """Returns the ShapeDtypeStructs, with shardings, of the result of init_sharded(make,

@@ -380,9 +380,7 @@ def start_state(run, program):
     if not run.has_length:  # --minutes: a valid schedule, until the length is measured
         flags = {**flags, 'lr_decay_iters': flags['warmup_iters'] + 1}
     schedule = layout.device_put(schedule_from_flags(flags, run.iter_num))
-    # apply_fn is a new object in every state, and a compiled step accepts only the one that it was
-    # compiled with
-    return state.replace(schedule=schedule, apply_fn=None), run
+    return state.replace(schedule=schedule), run
 
 
 # -----------------------------------------------------------------------------

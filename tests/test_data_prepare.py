@@ -687,6 +687,16 @@ def test_rows_of_which_none_has_a_text_are_refused(tmp_path, env):
     assert "none of 30 rows has a text under 'text' that is not empty; --strict names the first such row" in line
 
 
+def test_documents_with_nul_characters_are_counted(tmp_path, env):
+    (tmp_path / 'utf16.txt').write_bytes(('the weather there ' * 30).encode('utf-16-le'))
+    (tmp_path / 'utf8.txt').write_text('the weather here ' * 30)
+    said = prepare('text', tmp_path / 'utf16.txt', tmp_path / 'utf8.txt', '--tokenizer=char',
+                   '--out_dir', tmp_path / 'out', env=env)
+    assert '\n1 documents have NUL characters: are they texts in UTF-8?\n' in said
+    said = prepare('text', tmp_path / 'utf8.txt', '--tokenizer=char', '--out_dir', tmp_path / 'out', env=env)
+    assert 'NUL' not in said
+
+
 def test_with_an_empty_key_files_of_rows_are_texts(tmp_path, env):
     text_file(tmp_path, 'id,body\n1,"one, two"\n2,"three"\n', 'a.csv')
     prepare('text', tmp_path / 'a.csv', '--tokenizer=char', '--key=', '--out_dir', tmp_path / 'out', env=env)

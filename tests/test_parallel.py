@@ -59,9 +59,8 @@ def layout_of(n_devices, *sizes):
 
 @functools.partial(jax.jit, static_argnums=0)
 def initial_state(config):
-    """The TrainState of all layouts; without apply_fn, which differs from call to call: each would have a training step
-    of its own."""
-    return create_train_state(jax.random.key(0), config, ADAMW).replace(apply_fn=None, schedule=SCHEDULE)
+    """The TrainState of all layouts."""
+    return create_train_state(jax.random.key(0), config, ADAMW).replace(schedule=SCHEDULE)
 
 
 @functools.cache

@@ -71,7 +71,7 @@ def train_two(config, layout, optimizer, dropout):
     parallel.validate(config)
     tx = create_optimizer_with_schedule(SCHEDULE, optimizer=optimizer)
     plain = dataclasses.replace(config, scan_layers=False)
-    state = create_train_state(jax.random.key(0), plain, tx).replace(apply_fn=None, schedule=SCHEDULE)
+    state = create_train_state(jax.random.key(0), plain, tx).replace(schedule=SCHEDULE)
     state = parallel.device_put(state)
     step = parallel.jit_step(make_step(config, parallel))
     tokens = np.random.default_rng(0).integers(64, size=2000).astype(np.uint16)

@@ -23,9 +23,9 @@ TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 
 
 def initial_state(config, schedule, tx):
-    """A TrainState without apply_fn, which differs from call to call: each would have a training step of its own."""
+    """The TrainState of a config at the start, with a schedule."""
     state = jax.jit(lambda: create_train_state(jax.random.key(0), config, tx))()
-    return state.replace(apply_fn=None, schedule=schedule)
+    return state.replace(schedule=schedule)
 
 
 SCHEDULE = create_learning_rate_schedule(1e-2, decay_lr=False)

@@ -92,8 +92,8 @@ class Texts:
 
     def documents(self):
         """Yields each document as an iterator of blocks, without empty files. Counts documents,
-        bytes and skipped rows."""
-        self.n_documents = self.n_bytes = self.n_skipped = 0
+        bytes, skipped rows, and documents with a NUL character."""
+        self.n_documents = self.n_bytes = self.n_skipped = self.n_with_nul = 0
         for path in self.paths:
             if self.key and ending(path) in ROW_ENDINGS:
                 for text in self.rows(path):
@@ -135,11 +135,14 @@ class Texts:
 
     def count(self, blocks):
         """Yields the blocks of a document. Adds their bytes to the number of bytes, and 1 to the
-        number of documents."""
+        number of documents; and to the number of documents with a NUL character, if it has one."""
+        has_nul = False
         for block in blocks:
             self.n_bytes += len(block.encode())
+            has_nul |= '\0' in block
             yield block
         self.n_documents += 1
+        self.n_with_nul += has_nul
 
     def parts(self):
         """Splits the documents into train and val. Yields (is_val; blocks). blocks: an iterator of
@@ -317,6 +320,8 @@ def main():
     print(f'read {texts.n_documents:,} documents of {len(files):,} files, {texts.n_bytes:,} bytes')
     if texts.n_skipped:
         print(f'skipped {texts.n_skipped:,} rows without a text; --strict names the first')
+    if texts.n_with_nul:  # English in UTF-16 is valid UTF-8, with a NUL after each letter
+        print(f'{texts.n_with_nul:,} documents have NUL characters: are they texts in UTF-8?')
     for split, n in sizes.items():
         print(f'{split} has {n:,} tokens')
     n = sum(int(part.sum()) for part in lengths.values())
