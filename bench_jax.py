@@ -149,7 +149,7 @@ from jax_text import load
 from jax_train_utils import create_learning_rate_schedule, create_train_state, split_batch
 from jax_transformer import INIT_STD, count_params, estimate_mfu
 from tools.plan import plan_step
-from jax_run.speed import bytes_read_per_step, expected_experts, tokens_per_step
+from jax_run.speed import bytes_read_per_step, cache_bytes_read, expected_experts, tokens_per_step
 from tools.topologies import topology_devices
 
 devices, dtype, reason = setup_jax_environment(device, dtype)
@@ -256,7 +256,8 @@ def bench_decode():
     # A step reads the weights and the cache. The share of the bandwidth that this takes, by call.
     n_tokens = tokens_per_step(result)
     weight_bytes = bytes_read_per_step(params, config, n_tokens)
-    gb_read = (weight_bytes + result.cache_bytes) / 1e9 * result.steps
+    step_bytes = weight_bytes + cache_bytes_read(result, config, cache_dtype, devices[0])
+    gb_read = step_bytes / 1e9 * result.steps
     shares = []
     for (_, decoding), bandwidth in zip(calls, bandwidths):
         # the bandwidth is at least what decoding has read per second, so a share is at most 1

@@ -940,7 +940,8 @@ def require_package(name):
 def is_own_module(name):
     """Returns whether a module belongs to this project. If the import of such a module fails, that
     is a bug of ours. If the import of any other module fails, a package is not installed."""
-    return name.partition('.')[0].startswith('jax_') or name.startswith(('data', 'tools', 'tests'))
+    top = name.partition('.')[0]
+    return top.startswith('jax_') or top in ('data', 'tools', 'tests')
 
 
 @atexit.register  # before the interpreter flushes stdout, which would fail with exit code 120

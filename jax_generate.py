@@ -8,9 +8,8 @@ steps); the Decoder, which calls the compiled functions; `generate`, `generate_s
 start_rows, which makes a Decoder; `score`; the sizes of compiled arrays.
 
 The letters of shapes are those of jax_transformer.py. In addition, N is the width of the token
-buffer, and J is the number of drafts. The code of `score` has other letters: R is the number of
-rows, P is the number of tokens that all rows of an item have in common, and N (another N than the
-one above) is the number of a row's remaining tokens."""
+buffer, and J is the number of drafts. In `score`, R is the number of rows, P is the number of
+tokens that all rows of an item have in common, and M is the number of a row's remaining tokens."""
 import contextlib
 import dataclasses
 import functools
@@ -728,7 +727,7 @@ class GenerationResult(NamedTuple):
     tokens: np.ndarray  # int32 [B, N], 0 after a row's last token
     lengths: np.ndarray  # int32 [B]: tokens[b, :lengths[b]] are the tokens of row b
     steps: int = 0  # decode steps after the first token
-    cache_bytes: int = 0  # bytes of the cache that the last step read
+    cache_bytes: int = 0  # bytes of the KV cache, with the slots that are not in use
     drafted: int = 0  # number of drafts that were proposed
     accepted: int = 0  # number of drafts that were accepted
     # why each row ended: 'stop' (a stop token, or the caller), 'length' (max_new_tokens), or '' if
@@ -1165,18 +1164,18 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
     n_fed = int(fed_R.max())
     width = row_width(n_fed)
     tails = [row.ids[n:] for n, row in zip(held, rows)]
-    tail_RxN = right_padded(tails, width * ceil_div(n_fed, width) + 1)
+    tail_RxM = right_padded(tails, width * ceil_div(n_fed, width) + 1)
 
     # the parameters that turn the last layer's output into logits
     tables = {name: p for name, p in params.items() if not name.startswith('h_')}
     n_scored = max(1, SCORED_AT_ONCE // len(rows))
-    found = [np.zeros(tail_RxN.shape, dtype)
+    found = [np.zeros(tail_RxM.shape, dtype)
              for dtype in (np.float32, bool, np.int32, np.float32)]
     for i in range(0, n_fed, width):
         # feed a piece of all rows
         index_T = i + np.arange(width)
         position_RxT = np.where(index_T < fed_R[:, None], held_R[:, None] + index_T, PAD)
-        x_RxTxD, cache = prefill(params, cache, tail_RxN[:, i:i + width],
+        x_RxTxD, cache = prefill(params, cache, tail_RxM[:, i:i + width],
                                  position_RxT.astype(np.int32), config=config, with_output=True)
         # score it, some positions at a time, from the first scored token on
         for j in range(i, min(i + width, n_fed), n_scored):
@@ -1184,17 +1183,17 @@ def score_rows(params: dict, config: GPTConfig, cache: dict, held: tuple, rows: 
                 continue
             end = min(j + n_scored, i + width)
             scores = score_targets(tables, x_RxTxD[:, j - i:j - i + n_scored],
-                                   tail_RxN[:, j + 1:end + 1], config=config, with_top=with_top)
-            for array_RxN, part in zip(found, jax.device_get(scores)):
-                array_RxN[:, j:end] = part
+                                   tail_RxM[:, j + 1:end + 1], config=config, with_top=with_top)
+            for array_RxM, part in zip(found, jax.device_get(scores)):
+                array_RxM[:, j:end] = part
         jax.block_until_ready(cache)  # as in prefill_pieces
         yield
 
     # write each row's part of the results
     for r, row in enumerate(rows):
         to = row.logprobs, row.is_likeliest, row.top, row.top_logprobs
-        for array, array_RxN in zip(to, found):
-            array[:] = array_RxN[r, first_R[r]:fed_R[r]]
+        for array, array_RxM in zip(to, found):
+            array[:] = array_RxM[r, first_R[r]:fed_R[r]]
         refuse_nan(np.isnan(row.logprobs))
 
 

@@ -139,7 +139,8 @@ def read_prompt(path, number, line, chat):
             note_once(f'of the lines of {path} only "prompt" is read')
         prompt = prompt.get('prompt')
     if not isinstance(prompt, str) or not prompt:
-        raise UserError(f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}')
+        hint = '; "messages" need --chat=True' if messages else ''
+        raise UserError(f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}' + hint)
     return prompt
 
 

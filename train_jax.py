@@ -17,15 +17,16 @@ from jax_flags import INSTALLED, check_flags, check_given, read_flags, start_scr
 
 # -----------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText. A config file and --name=value override them, in
-# the order given. I/O
+# the order given.
+# I/O
 out_dir = 'out' # checkpoints, config.json, metrics.jsonl and loss.png go here
 overwrite = False # delete the checkpoints that a run from scratch finds in out_dir, instead of refusing to start
 eval_interval = 2000 # evaluate (and save) every this many iterations, and at the end
 log_interval = 1 # print and record every this many iterations
 eval_iters = 200 # batches per evaluation and split, the same batches every time
-sample_prompt = '' # continue this text at every evaluation, as sample_jax.py would from that checkpoint; '' is off
+sample_prompt = '' # continue this text at every evaluation but a new model's first, as sample_jax.py would; '' is off
 eval_only = False # if True, evaluate once and stop; nothing is written
-verify = 0 # train the last this many intervals between checkpoints of a run again, and compare; nothing is written
+verify = 0 # train a run's last N intervals between checkpoints again, and compare; nothing is written; 0 is off
 always_save_checkpoint = True # if False, an evaluation only saves when the validation loss has improved
 save_interval = 0 # also save every this many iterations; 0 is off
 keep = 2 # keep the latest this many checkpoints, and the best
@@ -80,7 +81,7 @@ grad_clip = 1.0 # maximum global norm of the gradients; 0 does not clip
 # learning rate schedule
 decay_lr = True # warm up, then follow lr_schedule; False is learning_rate throughout
 lr_schedule = 'cosine' # or 'linear', 'wsd' (decays in the last fifth only), 'constant'
-warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters if it does not fit
+warmup_iters = 2000 # iterations of linear warm-up; a tenth of max_iters if lr_decay_iters is 0 and it does not fit
 lr_decay_iters = 0 # the schedule reaches min_lr at this iteration; 0 is max_iters
 earlier_ends = '' # '300:900': before iteration 300 it ended at 900; --minutes writes this where it moves the end
 min_lr = 6e-5 # lowest learning rate; usually learning_rate / 10
@@ -109,6 +110,9 @@ started = time.perf_counter()
 start_script()  # from here on, a user's mistake ends the script with one line
 # all flags of the block above, and those that the user gave
 flags, given = read_flags(__file__, globals())
+for name, why in (('compile', 'JAX always compiles'), ('backend', 'JAX picks its own')):
+    if name in given:
+        print(f'--{name}={flags[name]} has no effect here: {why}')
 check_flags(flags)
 if flags['init_from'] not in ('resume', 'auto'):  # else most flags come from the checkpoint
     check_given(flags, given)
@@ -131,7 +135,7 @@ from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_sta
 from jax_train_utils import count_frozen, dpo, estimate_losses, language_model, split_batch
 from jax_transformer import count_params, estimate_mfu
 
-# settings that JAX reads when it starts; a resumed run has them in its config.json
+# settings that JAX reads when it starts; a resumed run takes --deterministic from its config.json, too
 files = run_folder(flags['out_dir']).files  # out_dir itself, or for a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
 clock = Stopwatch(started)
@@ -153,8 +157,8 @@ with contextlib.ExitStack() as at_end:
     at_end.callback(stop.close)
 
     # -----------------------------------------------------------------------------
-    # the model: from the checkpoint, from scratch, or pretrained; cfg: the flags, in a resumed run
-    # those of the checkpoint (--minutes sets max_iters later)
+    # what the run starts from: a checkpoint, a pretrained model, or nothing. cfg: its flags; in a
+    # resumed run those of the checkpoint, except those given now (--minutes sets max_iters later)
     run = open_run(flags, given)
     cfg = argparse.Namespace(**run.flags)
     layout = setup_distributed_training(
@@ -261,7 +265,8 @@ with contextlib.ExitStack() as at_end:
     # checkpoints and logs; here an earlier run is deleted, with --overwrite
     stop.exit_if_stopped()
     at_end.enter_context(stop.waits_while(out.is_saving))  # even a second signal waits for a save
-    at_end.enter_context(out.writing(run, manifest, data.bpb_bytes))
+    out.begin(run, manifest, data.bpb_bytes)
+    at_end.enter_context(out.writing())
     mfu = None  # a function of the tokens per second, where the peak of the devices is known
     peak_flops = device_peak_flops(run.devices[0])
     if peak_flops:
@@ -280,7 +285,7 @@ with contextlib.ExitStack() as at_end:
     # -----------------------------------------------------------------------------
     # training loop
     iter_num = run.iter_num
-    since = comparable_since(manifest)  # losses before this iteration do not compare
+    since = comparable_since(manifest)  # validation losses from here on can be compared
     best_val_loss = NO_LOSS if since == iter_num else run.best_val_loss
     stop.nothing_to_save = False  # from here on a signal has something to save
     stop_signal = int(agree_on_signal())  # a signal that came while the step was compiled

@@ -235,10 +235,9 @@ class SeveralDevices(Layout):
         array is [n_data_shards, *shape, *rest], see whole_batch.
 
         local: the shards of the batch that this process has, {index of the shard: array [*shape,
-        *rest]}, where rest is () or (positions,). shape: has no effect here; the subclass Sharded
-        needs it in its own find_part. index: for each axis of the global array, the slice that the
-        device holds. The start of the first slice is the index of the device's shard. A start of
-        None means 0."""
+        *rest]}, where rest is () or (positions,). shape: only Sharded.find_part reads it. index:
+        for each axis of the global array, the slice that the device holds. The start of the first
+        slice is the index of the device's shard. A start of None means 0."""
         return local[index[0].start or 0][None]
 
 

@@ -85,19 +85,19 @@ def launcher_started_several():
     under Slurm or Open MPI with several processes, in an indexed Kubernetes job, and if
     JAX_COORDINATOR_ADDRESS is set. Raises UserError for torchrun, SkyPilot or MPICH with several
     processes, because JAX does not detect these processes, and each would train alone."""
-    def has_several(variable):
-        number = os.environ.get(variable, '')
-        return number.isdecimal() and int(number) > 1
+    numbers = {name: os.environ.get(name, '') for name in (
+        'SLURM_NTASKS', 'OMPI_COMM_WORLD_SIZE', 'WORLD_SIZE', 'PMI_SIZE', 'SKYPILOT_NUM_NODES')}
+    several = {name for name, n in numbers.items() if n.isdecimal() and int(n) > 1}
 
     # A shell inside of an allocation has the variables of its job, but not of a step.
-    in_slurm = has_several('SLURM_NTASKS') and 'SLURM_STEP_NODELIST' in os.environ
-    in_open_mpi = has_several('OMPI_COMM_WORLD_SIZE')
+    in_slurm = 'SLURM_NTASKS' in several and 'SLURM_STEP_NODELIST' in os.environ
+    in_open_mpi = 'OMPI_COMM_WORLD_SIZE' in several
     in_indexed_job = {'KUBERNETES_SERVICE_HOST', 'JOB_COMPLETION_INDEX'} <= os.environ.keys()
     if in_slurm or in_open_mpi or in_indexed_job or os.environ.get('JAX_COORDINATOR_ADDRESS'):
         return True
 
-    in_torchrun = has_several('WORLD_SIZE') and 'RANK' in os.environ
-    if in_torchrun or has_several('PMI_SIZE') or has_several('SKYPILOT_NUM_NODES'):
+    in_torchrun = 'WORLD_SIZE' in several and 'RANK' in os.environ
+    if in_torchrun or several & {'PMI_SIZE', 'SKYPILOT_NUM_NODES'}:
         raise UserError(
             'JAX does not detect the processes of torchrun, SkyPilot or MPICH, and each would '
             'train alone: name them as in docs/parallelism.md, or add --num_processes=1')
@@ -191,6 +191,45 @@ if HANGUP is not None:
     STOP_SIGNALS.append(HANGUP)
 
 
+def hear_signals(answer, receive):
+    """Calls two functions at each of STOP_SIGNALS: answer(signum) at once, in a thread of its own,
+    and receive(signum, frame) in the main thread. Returns a function that puts back the handlers
+    and ends the thread. Under nohup, SIGHUP stays ignored.
+
+    Python calls `receive`, a handler, only between two bytecode instructions of the main thread. So
+    it has to wait until a long call in compiled code, such as a compilation or loading the weights,
+    has returned."""
+    # Python writes the number of each signal as a byte into a socket, which the thread reads.
+    received, sender = socket.socketpair()
+    sender.setblocking(False)
+    fd = sender.detach()
+    fd_before = signal.set_wakeup_fd(fd)
+
+    def read_signals():
+        with received:
+            for number in iter(lambda: received.recv(1), b''):
+                if number[0] in STOP_SIGNALS:
+                    answer(number[0])
+
+    thread = threading.Thread(target=read_signals, daemon=True)
+    thread.start()
+
+    handlers_before = {}
+    for signum in STOP_SIGNALS:
+        is_nohup = signum == HANGUP and signal.getsignal(signum) == signal.SIG_IGN
+        if not is_nohup:
+            handlers_before[signum] = signal.signal(signum, receive)
+
+    def put_back():
+        for signum, handler in handlers_before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(fd_before)
+        os.close(fd)
+        thread.join()
+
+    return put_back
+
+
 class StopSignal:
     """Catches SIGTERM, SIGINT and SIGHUP until close(), so that the loop can save and stop.
 
@@ -205,14 +244,10 @@ class StopSignal:
       terminal sends several signals.
     - Within ECHO seconds after the first, the second has no effect.
     - Otherwise, the signal ends the process at once.
-    Under nohup, SIGHUP stays ignored.
+    Under nohup, SIGHUP stays ignored. A thread answers each signal with a line on stderr.
 
     nothing_to_save: whether there is nothing to save yet. train_jax.py sets this attribute to False
-    before its loop begins.
-
-    A thread answers each signal with a line on stderr, because Python's own handlers run only in
-    the main thread, between two bytecode instructions. So they have to wait until a long call in
-    compiled code, such as a compilation or loading the weights, has returned."""
+    before its loop begins."""
 
     owns_process = True  # whether the process ends with the run
 
@@ -225,28 +260,11 @@ class StopSignal:
         self.streams = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = [
             Terminal(stream) if stream and stream.isatty() else stream for stream in self.streams]
-
-        # Python writes the number of each signal as a byte into a socket, which the thread reads.
-        received, sender = socket.socketpair()
-        sender.setblocking(False)
-        self.fd = sender.detach()
-        self.fd_before = signal.set_wakeup_fd(self.fd)
-        self.thread = threading.Thread(target=self.answer, args=(received,), daemon=True)
-        self.thread.start()
-
-        self.handlers = {}  # {signal: what handled it before}
-        for signum in STOP_SIGNALS:
-            is_nohup = signum == HANGUP and signal.getsignal(signum) == signal.SIG_IGN
-            if not is_nohup:
-                self.handlers[signum] = signal.signal(signum, self.receive)
+        self.put_back = hear_signals(self.answer, self.receive)
 
     def close(self):
-        """Puts back the handlers, stdout and stderr as they were, and ends the thread."""
-        for signum, handler in self.handlers.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(self.fd_before)
-        os.close(self.fd)
-        self.thread.join()
+        """Puts back the handlers of the signals, stdout and stderr as they were."""
+        self.put_back()
         sys.stdout, sys.stderr = self.streams
 
     @contextlib.contextmanager
@@ -268,8 +286,8 @@ class StopSignal:
         nothing_to_save is True, ends the script. In a notebook, a second signal raises
         KeyboardInterrupt, unless a save is under way at that time.
 
-        Python calls this method only between two bytecode instructions of the main thread, which
-        may be long after the signal. What must happen at once is done by the thread of answer()."""
+        This may be long after the signal (see hear_signals). What must happen at once is done by
+        answer()."""
         if signum == HANGUP:
             discard_output()
         if self.nothing_to_save:
@@ -288,19 +306,9 @@ class StopSignal:
         if self.nothing_to_save and self.signum:
             sys.exit(128 + self.signum)
 
-    def answer(self, received):
-        """Reads signal numbers from the socket `received` until the socket is closed. Calls
-        answer_one for each number that is in STOP_SIGNALS. Runs in a thread of its own."""
-        with received:
-            number = received.recv(1)
-            while number:
-                if number[0] in STOP_SIGNALS:
-                    self.answer_one(number[0])
-                number = received.recv(1)
-
-    def answer_one(self, signum):
-        """Answers a signal. The first signal is recorded, a second one ends the process. Both
-        times, prints a line that says what the script does next."""
+    def answer(self, signum):
+        """Answers a signal, in a thread of its own. The first signal is recorded, a second one ends
+        the process. Both times, prints a line that says what the script does next."""
         name = signal_name(signum)
         is_first = not self.signum
         if is_first:
@@ -329,24 +337,12 @@ def exit_at_signals(is_said=False):
     compiled program. The exit code is 128 + signal. For scripts that have nothing to save. The exit
     skips Python's cleanup (os._exit), because the cleanup frees memory that the compiled program
     still uses, which could crash. is_said: whether to print a line on stderr before the exit."""
-    received, sender = socket.socketpair()
-    sender.setblocking(False)
-    signal.set_wakeup_fd(sender.detach())
-    for signum in STOP_SIGNALS:
-        is_nohup = signum == HANGUP and signal.getsignal(signum) == signal.SIG_IGN
-        if not is_nohup:
-            signal.signal(signum, lambda *_: None)  # the thread answers
+    def answer(signum):
+        if is_said:
+            warn(f'stopping: there is nothing to save; {signal_name(signum)} again ends at once')
+        os._exit(128 + signum)
 
-    def wait():
-        with received:
-            for number in iter(lambda: received.recv(1), b''):
-                if number[0] in STOP_SIGNALS:
-                    if is_said:
-                        warn('stopping: there is nothing to save; '
-                             f'{signal_name(number[0])} again ends at once')
-                    os._exit(128 + number[0])
-
-    threading.Thread(target=wait, daemon=True).start()
+    hear_signals(answer, lambda *_: None)
 
 
 class Terminal:

@@ -21,19 +21,18 @@ import numpy as np
 from jax_flags import DTYPES, UserError, ceil_div, check_choice, read_json
 
 # Dense bfloat16 FLOP/s of one device, from the vendors' data sheets. The first name that is found
-# in jax's device_kind counts, so 'H100 PCIe' comes before 'H100'.
+# in jax's device_kind counts, so 'H100 PCIe' comes before 'H100'; 'H200' is also in 'GH200'.
 PEAK_FLOPS = {
     'H200': 989e12,
     'H100 PCIe': 756e12,
     'H100': 989e12,
-    'GH200': 989e12,
     'B200': 2250e12,
     'A100': 312e12,
     'L40S': 362e12,
     'RTX 4090': 165e12,
     'RTX 3090': 71e12,
     'V100': 125e12,
-    'T4': 65e12,
+    'Tesla T4': 65e12,
     'TPU v2': 45e12,
     'TPU v3': 123e12,
     'TPU v4': 275e12,
@@ -93,20 +92,35 @@ def check_device_availability(device: str = 'auto') -> list[jax.Device]:
     return [devices[int(index)]]
 
 
+# Settings of jax that the environment may have for other programs, with the values that this one
+# needs. In float64 a run would not be what its log says, strict promotion refuses additions of the
+# model, and without compilation a step cannot be lowered to a program.
+OWN_SETTINGS = {
+    'jax_disable_jit': False,
+    'jax_enable_x64': False,
+    'jax_numpy_rank_promotion': 'allow',
+    'jax_numpy_dtype_promotion': 'standard',
+}
+
+
 def configure_process(device, deterministic=False, init_from='', out_dir=''):
-    """Sets, for this process, what JAX reads when JAX initializes its backends. Call this function
-    first.
+    """Sets, for this process, what JAX reads when JAX initializes its backends, and OWN_SETTINGS.
+    Call this function first.
 
     device: the flag --device. deterministic: whether GPUs compute the same bits in every run, at a
-    cost; CPUs do so anyway. init_from, out_dir: the flags of training. If init_from is 'resume' or
-    'auto', the config.json in out_dir may ask for deterministic, too."""
+    cost; CPUs do so anyway. init_from: the flag of training. If it is 'resume' or 'auto', the
+    config.json in out_dir, the folder of the run on this disk, may ask for deterministic, too."""
     if init_from in ('resume', 'auto'):
         # a damaged file says nothing; all flags are in the checkpoint, too
         with contextlib.suppress(UserError):
             saved = read_json(Path(out_dir, 'config.json'), optional=True)
             deterministic |= saved.get('deterministic') is True
 
-    use_own_settings()
+    for name, value in OWN_SETTINGS.items():
+        theirs = getattr(jax.config, name)
+        if theirs != value:
+            print(f'{name.upper()}={theirs} is not used here: it is {value}', file=sys.stderr)
+            jax.config.update(name, value)
 
     # Do not initialize a GPU that is not used: it would reserve the GPU's memory.
     kind, _, index = device.partition(':')
@@ -122,27 +136,6 @@ def configure_process(device, deterministic=False, init_from='', out_dir=''):
     if kind == 'cpu' or kind == 'auto' and not finds_accelerator():
         configure_malloc()
     jax.config.update('jax_cpu_enable_async_dispatch', False)  # see is_synchronous
-
-
-# Settings of jax that the environment may have for other programs, with the values that this one
-# needs. In float64 a run would not be what its log says, strict promotion refuses additions of the
-# model, and without compilation a step cannot be lowered to a program.
-OWN_SETTINGS = {
-    'jax_disable_jit': False,
-    'jax_enable_x64': False,
-    'jax_numpy_rank_promotion': 'allow',
-    'jax_numpy_dtype_promotion': 'standard',
-}
-
-
-def use_own_settings():
-    """Sets the options of jax in OWN_SETTINGS, such as no float64. Overrides the values that the
-    environment has set, and prints a line on stderr for each value that it overrides."""
-    for name, value in OWN_SETTINGS.items():
-        theirs = getattr(jax.config, name)
-        if theirs != value:
-            print(f'{name.upper()}={theirs} is not used here: it is {value}', file=sys.stderr)
-            jax.config.update(name, value)
 
 
 def is_synchronous(device):

@@ -19,10 +19,10 @@ from jax_ops.sharding import (
 
 
 def all_gather_param(param, dtype, tp=()):
-    """All-gathers a parameter over fsdp. Without a mesh, returns the parameter unchanged. The
-    gather moves the parameter in `dtype`, which reduces traffic. The result is cast back to the
-    parameter's own dtype, with values that are rounded to `dtype`. The gradient is summed in the
-    parameter's dtype.
+    """All-gathers a parameter over fsdp. Without a mesh, or if the parameter is a Kernel, returns
+    it unchanged. The gather moves the parameter in `dtype`, which reduces traffic. The result is
+    cast back to the parameter's own dtype, with values that are rounded to `dtype`. The gradient is
+    summed in the parameter's dtype.
 
     tp: a pair, the sharding of the parameter before the gather and its sharding after the gather.
     COLUMN_PARALLEL is such a pair. With the default (), for a parameter that is not sharded, there
@@ -146,7 +146,7 @@ def matmul_nt(x, w_OxI):
     """Computes x [..., I] @ w.T -> float32 [..., O], the matmul of decoding, in which weights [O,
     I] are read once per step.
 
-    XLA:CPU repacks the right operand, so for few rows of x the weights are the left operand
+    XLA:CPU repacks the right operand, so for up to 64 float32 rows the weights are the left operand
     (docs/lab_log.md#weights-on-the-left). A single row in bfloat16 has a loop of its own."""
     x_RxI = x.reshape(-1, x.shape[-1])
     w_OxI = w_OxI.astype(x.dtype)

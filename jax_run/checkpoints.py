@@ -4,6 +4,7 @@ import itertools
 import json
 import logging
 import math
+import operator
 import os
 import shutil
 import sys
@@ -187,8 +188,9 @@ class DiskRun:
 
 
 def open_checkpoints(out_dir, keep=2, since=0):
-    """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints, and
-    the one with the lowest validation loss: of those after iteration `since`, and of those before.
+    """Returns Orbax's manager of out_dir/ckpt. The manager keeps the latest `keep` checkpoints and
+    the best one, with the lowest validation loss. If losses before and after iteration `since`
+    cannot be compared, it keeps the best one of each part.
 
     since: the iteration from which on validation losses can be compared, see comparable_since.
     Raises UserError if out_dir cannot be written."""
@@ -196,9 +198,6 @@ def open_checkpoints(out_dir, keep=2, since=0):
     from orbax.checkpoint import checkpoint_managers as policies
     quiet_orbax()
     folder = run_folder(out_dir)
-
-    def val_loss(metrics):
-        return metrics['val_loss']
 
     # Which checkpoints to keep. Saves between evaluations have no metrics, so only LatestN keeps
     # them.
@@ -208,7 +207,7 @@ def open_checkpoints(out_dir, keep=2, since=0):
             for info in checkpoints:
                 losses = after if info.step > since else before
                 if info.metrics:
-                    losses[info.step] = val_loss(info.metrics)
+                    losses[info.step] = info.metrics['val_loss']
             anew = read_val_loss(folder.files / 'ckpt' / str(since), since)
             if math.isfinite(anew):
                 after[since] = anew
@@ -229,7 +228,7 @@ def open_checkpoints(out_dir, keep=2, since=0):
     try:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=preservation,
-            best_fn=val_loss,
+            best_fn=operator.itemgetter('val_loss'),
             best_mode='min',
             cleanup_tmp_directories=True,
             create=True,
@@ -347,8 +346,8 @@ def read_val_loss(step, since=0):
     the one with the lowest validation loss.
 
     since: the iteration from which on validation losses can be compared, see comparable_since. The
-    loss of the checkpoint at this iteration is the one that add_val_loss has measured anew. For a
-    checkpoint before it, and for one without such a loss, returns infinity, the worst loss.
+    loss of the checkpoint at this iteration is the one that add_val_loss has measured anew. Returns
+    infinity, the worst loss, for a checkpoint before `since`, and for one without a loss.
 
     Returns -infinity if the metrics cannot be read, or if the loss in them is not finite. This
     value is no loss; callers treat such a checkpoint as damaged."""
@@ -536,8 +535,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         best, *others = steps
         steps = [best, *sorted(others, reverse=True)]
 
-    # Take the first that is intact. If there is none, take the first that has only lost its checksums:
-    # a loss of power may have emptied that small file in all of them.
+    # Take the first that is intact. If there is none, take the first that has only lost its checksums,
+    # as in a copy that lacks all of these small files.
     problems = []
     for is_checked, step in itertools.product((True, False), steps):
         if not is_checked and has_checksums(folder / str(step)):

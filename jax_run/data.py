@@ -384,9 +384,9 @@ def template_of(meta):
 
 
 def with_template_of(meta, tokenizer, dataset):
-    """Returns the description of the tokenizer that a run keeps: that of its data, if these are
-    conversations that were written with another chat template than that of `tokenizer`, so that the
-    run can be talked to; else `tokenizer`. Says which template it is.
+    """Returns the description of the tokenizer that a run keeps. If the data are conversations of
+    another chat template than that of `tokenizer`, it is the data's, so that the model is talked to
+    as it was trained, and a line says so. Otherwise it is `tokenizer`.
 
     meta: what load_mixture_meta returns. tokenizer: the description of a tokenizer with the same
     tokens. dataset: the flag."""

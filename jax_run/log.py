@@ -198,15 +198,8 @@ class RunLog:
         """Logs an evaluation and draws loss.png. losses: what estimate_losses returns, {'val':
         {'loss': ..., ...}, ...}. sample: a text by the model, or ''. Raises NotFinite, a UserError,
         if a loss is not finite."""
-        # {'val': {'loss': ...}} becomes 'val_loss'; one data set of several, {'val_web': {'loss':
-        # ...}}, becomes 'val_loss_web'
-        flat = {}
-        for split, metrics in losses.items():
-            split, _, data_set = split.partition('_')
-            for metric, value in metrics.items():
-                flat[f'{split}_{metric}_{data_set}' if data_set else f'{split}_{metric}'] = value
-
         # say them
+        flat = flat_losses(losses)
         more = ''
         for name, value in flat.items():
             if name.startswith('val_') and name != 'val_loss':
@@ -238,6 +231,18 @@ class RunLog:
         self.evaluating_s += time.perf_counter() - self.paused_at
 
 
+def flat_losses(losses):
+    """Returns what estimate_losses returns as metrics.jsonl has it. {'val': {'loss': ...}} becomes
+    {'val_loss': ...}. One data set of several, {'val_web': {'loss': ...}}, becomes
+    {'val_loss_web': ...}."""
+    flat = {}
+    for split, metrics in losses.items():
+        split, _, data_set = split.partition('_')
+        for metric, value in metrics.items():
+            flat[f'{split}_{metric}_{data_set}' if data_set else f'{split}_{metric}'] = value
+    return flat
+
+
 def start_wandb(**settings):
     """Starts a wandb run and returns it. settings: arguments of wandb.init; the `id` of an
     earlier run continues that run.
@@ -265,8 +270,9 @@ class MetricsLog:
     When a run starts at iteration iter_num, the constructor keeps the records of earlier
     iterations. Of the records at iter_num itself, it keeps an evaluation and a change of max_iters.
     It drops all other records, because the run writes them again. If it has kept an evaluation at
-    iter_num, write() does not write this evaluation again, unless `begins_anew`: it was made with
-    other data, and the new one gets the key 'anew'. With iter_num=0, it drops all records.
+    iter_num, write() leaves out the same evaluation. With begins_anew, the evaluation that was kept
+    is one of other data: write() then writes the new one, with the key 'anew'. With iter_num=0, the
+    constructor drops all records.
 
     An incomplete last line is dropped. If other lines cannot be read, they are left out, a message
     says so, and the old file is kept as metrics.jsonl.damaged.

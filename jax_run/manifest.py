@@ -20,7 +20,7 @@ relative to the program's folder.
 | `versions` | the versions of Python and of the libraries that compute |
 | `settings` | the settings of jax that change computed numbers; `XLA_FLAGS` without paths |
 | `devices` | {'kind', 'cpu', 'number', 'processes'}, see below |
-| `flags` | the flags of the run, with `seed`, without NOT_IN_MANIFEST (paths, names and others) |
+| `flags` | the flags of the run, except NOT_IN_MANIFEST (paths, names and others) |
 | `dtype`, `attention`, `experts` | as chosen for the present devices |
 
 An entry of `earlier` also has 'losses', what find_other_losses returns, unless that is empty. The
@@ -156,14 +156,16 @@ def flags_of(run):
 
 def flatten(manifest):
     """Returns {description: value} of what all processes must have in common (data, source files,
-    versions and so on), so that a message can name what differs. Leaves out the names of the data
-    sets: they are paths, which may differ between processes."""
+    versions and so on), so that a message can name what differs. A data file is described as in
+    '1,024 bytes, 0a1b2c3d, sha256 4e5f6a7b', see describe_file. Leaves out the names of the data
+    sets, because a process may have the same data in a folder of another name."""
     values = {}
     for i, one in enumerate(manifest['data']):
         number = f' of data set {i}' if len(manifest['data']) > 1 else ''
         values[f'the fraction{number}'] = one['fraction']
         for name, file in one['files'].items():
-            values[f'{name}{number}'] = describe_shortly(file)
+            known = f", sha256 {file['sha256'][:8]}" if 'sha256' in file else ''
+            values[f'{name}{number}'] = f"{file['bytes']:,} bytes, {file['samples']}{known}"
     values['the tokenizer'] = manifest['tokenizer']
     values.update(manifest['sources'])
     for name, version in manifest['versions'].items():
@@ -315,14 +317,6 @@ def spread_blocks(n_bytes):
         return range(0, n_bytes, BLOCK)
     last = n_bytes - BLOCK
     return [i * last // (N_BLOCKS - 1) for i in range(N_BLOCKS)]
-
-
-def describe_shortly(file):
-    """Returns the size of a file, the checksum of its samples, and 8 digits of the digest that
-    meta.json has of it, if it has one, as a text such as '1,024 bytes, 0a1b2c3d, sha256 4e5f6a7b'.
-    file: what describe_file returns."""
-    known = f", sha256 {file['sha256'][:8]}" if 'sha256' in file else ''
-    return f"{file['bytes']:,} bytes, {file['samples']}{known}"
 
 
 def find_changes(before, now):

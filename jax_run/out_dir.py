@@ -26,9 +26,9 @@ from jax_train_utils import all_finite
 
 class OutDir:
     """The folder of a run. The constructor locks the folder until close() or the end of the
-    process. The constructor raises UserError in four cases: Orbax cannot write below the folder;
-    the folder holds an earlier run that is neither resumed nor to be overwritten (--overwrite); the
-    folder holds a model, or what this run starts from; or another run holds the lock."""
+    process. It raises UserError if Orbax cannot write below the folder, and if the folder holds an
+    earlier run that is neither resumed nor to be overwritten (--overwrite), a model, or what this
+    run starts from; and as lock_out_dir does."""
 
     def __init__(self, run):
         self.path = run.flags['out_dir']
@@ -38,7 +38,7 @@ class OutDir:
             raise UserError(f'out_dir={self.path}: Orbax loses the checkpoints in a folder that has '
                             '[, ], \\ or bytes other than UTF-8 in its path; choose another')
         self.folder = run_folder(self.path)
-        self.run = None  # the Run that is written, with its manifest, from writing() on
+        self.run = None  # the Run that is written, with its manifest, from begin() on
         self.manifest = None
         self.checkpoints = None  # Orbax's manager
         self.is_ending = False  # the last checkpoint has been begun
@@ -117,8 +117,8 @@ class OutDir:
             keep_config_json(config_json_of(model.source), files)
 
     def renew(self):
-        """Makes the folder anew, of which files have been deleted, or which has been renamed, and
-        prints a line: the lock, config.json, the tokenizer and metrics.jsonl. Without these,
+        """Makes the lock, config.json, the tokenizer and metrics.jsonl anew in a folder that was
+        deleted or renamed, or that lacks some of these files. Prints a line. Without these files,
         another run could begin in the folder, and no script could read it. Raises UserError if
         another run has begun there."""
         if checkpoint_steps(self.path):
@@ -237,13 +237,10 @@ class OutDir:
             self.lock.close()
 
     @contextlib.contextmanager
-    def writing(self, run, manifest, bpb_bytes):
-        """Begins to write a run (see begin()). At the end of the with block, completes the
-        checkpoints saved so far, even if the run fails. Raises UserError if a file of the data set
-        changes during the run; the message names the checkpoint from which the run can continue.
-
-        run: a Run. manifest: what open_manifest returns. bpb_bytes: see Data.bpb_bytes."""
-        self.begin(run, manifest, bpb_bytes)
+    def writing(self):
+        """At the end of the with block, completes the checkpoints saved so far, even if the run
+        fails. Raises UserError if a file of the data set changes during the run; the message names
+        the checkpoint from which the run can continue."""
         try:
             yield
         except DataChanged as error:

@@ -31,7 +31,7 @@ def pretrained_model(flags, given, meta, dtype):
     of a pretrained model. Returns (Model; flags). In the returned flags, those that describe the
     model have the values of the loaded model, except block_size: the run may train with shorter
     sequences than the model can read. given: the flags that the user gave. meta: what
-    load_dataset_meta returns. dtype: the dtype of computation."""
+    load_mixture_meta returns. dtype: the dtype of computation."""
     source = os.path.expanduser(flags['init_from'])
 
     # the model and its tokenizer

@@ -9,6 +9,12 @@ data sets has only draw and count_passes):
     count_passes(n_sequences)   returns how many passes a run makes over the data if it draws
                                 n_sequences sequences
 
+and these attributes:
+
+    block_size                  the number of tokens of a sequence
+    is_packed                   whether a sequence can hold several conversations
+    byte_scale                  the factor from bytes of tokens to bytes of text, see byte_scale
+
 The stream is the endless sequence of all training sequences of a run, shuffled again in each pass
 over the data. `numbers` has, for each sequence of an iteration, its position in the stream. `rows`
 selects the positions that this process needs.
@@ -464,7 +470,7 @@ def assign(numbers: np.ndarray, fractions: list[float]) -> tuple[np.ndarray, np.
     # Whole numbers, so that all processes come to the same parts.
     ends = np.rint(np.cumsum(fractions) * 10**6).astype(np.int64)  # in millionths
     which = np.zeros_like(numbers)
-    own = numbers  # of an unassigned sequence: how many unassigned sequences are before it
+    own = numbers  # of an unassigned sequence: the number of unassigned sequences before it
     for k in range(len(ends) - 1, 0, -1):
         # how many of these part k leaves to other parts; and the same with the sequence itself
         n_left = own * ends[k - 1] // ends[k]

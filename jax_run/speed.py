@@ -5,7 +5,8 @@ import jax
 import numpy as np
 
 from jax_devices.setup import measure_bandwidth
-from jax_generate import drafts_are_useless
+from jax_generate import drafts_are_useless, power_of_two
+from jax_ops.attention import LEAST_SLOTS
 from jax_transformer import cache_bytes, without_tables
 
 
@@ -44,7 +45,7 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
               f'compiled in {compiled_s:.1f} s, prefill {prefill_s * 1000:.1f} ms')
 
     # the decode steps
-    report += report_decoding(model, generations, n_new)
+    report += report_decoding(model, generations, n_new, cache_dtype)
 
     # the KV cache of the longest sequence
     longest = max(max(generation.lengths) for generation in generations)
@@ -55,9 +56,9 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     return report
 
 
-def report_decoding(model, generations, n_new):
+def report_decoding(model, generations, n_new, cache_dtype):
     """Returns the lines on decoding, as a text: tokens per second, bytes read per second, drafts.
-    Returns '' if all generations ended with their first token. model, generations: see
+    Returns '' if all generations ended with their first token. model, generations, cache_dtype: see
     report_speed. n_new: the number of tokens generated in all."""
     # the first lap of a generation is its prefill and first step, and does not count
     decode_s = sum(lap.running for generation in generations for lap in generation.laps[1:])
@@ -69,17 +70,18 @@ def report_decoding(model, generations, n_new):
     tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s
 
     # bytes read
+    devices = model.layout.devices
     weight_bytes = bytes_read_per_step(model.params, model.config, batch_size)
     bytes_read = 0
     for generation in generations:
         result = generation.result
         step_bytes = bytes_read_per_step(model.params, model.config, tokens_per_step(result))
-        bytes_read += result.steps * (step_bytes + result.cache_bytes)
+        step_bytes += cache_bytes_read(result, model.config, cache_dtype, devices[0])
+        bytes_read += result.steps * step_bytes
     gb_per_s = bytes_read / 1e9 / decode_s
 
-    # the bandwidth; each device reads its own shard
-    devices = model.layout.devices
-    # what decoding has read measures the bandwidth, too: it is at least that
+    # the bandwidth; each device reads its own shard. What decoding has read measures the bandwidth,
+    # too: it is at least that
     bandwidth = max(measure_bandwidth(devices[0], 2**27) * len(devices), gb_per_s)
 
     what = 'weights'
@@ -127,6 +129,17 @@ def bytes_read_per_step(params, config, n_tokens):
         is_expert = any(str(getattr(key, 'key', '')).startswith('experts_') for key in path)
         n_bytes += leaf.nbytes * (share if is_expert else 1)
     return round(n_bytes)
+
+
+def cache_bytes_read(result, config, cache_dtype, device):
+    """Returns the number of bytes of the KV cache that the last step of a GenerationResult read. On
+    a CPU, a step reads the slots that are in use, see attend_to_used_slots. On other devices, it
+    reads all slots."""
+    if device.platform != 'cpu':
+        return result.cache_bytes
+    n_slots = max(LEAST_SLOTS, power_of_two(result.lengths.max()))
+    of_used = len(result.lengths) * cache_bytes(config, n_slots, cache_dtype)
+    return min(of_used, result.cache_bytes)
 
 
 def tokens_per_step(result):

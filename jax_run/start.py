@@ -79,7 +79,7 @@ class Run:
     dtype: str  # dtype of computation; flags['dtype'] may be 'auto'
     resumed: dict | None  # the metadata of the checkpoint that is continued
     shares: dict  # {folder of a data set: fraction}
-    meta: dict  # what meta.json says of the first data set, see load_dataset_meta
+    meta: dict  # what load_mixture_meta returns
     model: Model
     has_length: bool  # whether the number of iterations is known; if not, --minutes measures it
 
@@ -139,7 +139,11 @@ def open_run(flags, given):
         flags = merge_resumed_flags(flags, given, {**model_flags, **resumed['flags']})
     if resumed or not flags['minutes']:
         flags = with_whole_schedule(flags)
-    check_training_flags(flags, given)
+    check_flags(flags)
+    check_given(flags, given)
+    warning = rising_learning_rate(flags)
+    if warning:
+        print(f'warning: {warning}')
 
     # the devices; a resumed run takes a layout that fits them
     with in_all_processes():
@@ -168,11 +172,11 @@ def open_run(flags, given):
         from jax_run.pretrained import pretrained_model  # scratch needs none of it
         model, flags = pretrained_model(flags, given, meta, dtype)
 
-    # --minutes has yet to measure the length of a new run, or of a run that was stopped before it
-    # was measured
-    is_measured = flags['minutes'] > 0 and not (resumed and resumed['flags']['max_iters'])
-    return Run(flags, given, devices, dtype, resumed, shares, meta, model,
-               has_length=not is_measured)
+    # with --minutes, the length of a new run has yet to be measured; also that of a run that an
+    # earlier version saved before it was measured
+    is_known = bool(resumed and resumed['flags']['max_iters'])
+    has_length = is_known or not flags['minutes']
+    return Run(flags, given, devices, dtype, resumed, shares, meta, model, has_length)
 
 
 def fit_sizes(sizes, given, n_devices, n_embd):
@@ -228,8 +232,8 @@ def new_model(flags, meta, dtype):
 
 def continued_model(flags, given, resumed, meta, dtype):
     """Returns the Model of a run that is resumed. given: the flags that the user gave. resumed: the
-    metadata of the run's checkpoint. dtype: the dtype of computation. meta: what meta.json says of
-    the data set (see load_dataset_meta). Raises UserError if the tokenizer of the data set gives
+    metadata of the run's checkpoint. meta: what load_mixture_meta returns. dtype: the dtype of
+    computation. Raises UserError if the tokenizer of the data set gives
     other ids than the run's tokenizer."""
     out_dir = flags['out_dir']
 
@@ -406,20 +410,6 @@ def choose_init_from(flags):
         init_from = 'resume' if steps else 'scratch'
     check_agreement('out_dir', {'init_from': init_from, 'checkpoints': steps})
     return init_from
-
-
-def check_training_flags(flags, given):
-    """Raises UserError for flags that are out of range. Prints a warning for odd flags, and for
-    flags without an effect. given: the flags that the user gave."""
-    for name, why in (('compile', 'JAX always compiles'),
-                      ('backend', 'JAX chooses how devices communicate')):
-        if name in given:
-            print(f'--{name}={flags[name]} has no effect here: {why}')
-    check_flags(flags)
-    check_given(flags, given)
-    warning = rising_learning_rate(flags)
-    if warning:
-        print(f'warning: {warning}')
 
 
 def with_whole_schedule(flags):

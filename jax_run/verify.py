@@ -13,7 +13,7 @@ from jax_flags import UserError
 from jax_run.checkpoints import (
     ITEMS, checkpoint_steps, comparable_since, open_checkpoint, opt_state_item, run_folder)
 from jax_run.load import OnHost
-from jax_run.log import read_metrics
+from jax_run.log import flat_losses, read_metrics
 from jax_run.manifest import (
     WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, list_changes,
     make_manifest)
@@ -268,8 +268,7 @@ def train_again(run, layout, interval, state, step, make_batch, evaluate, record
     for i in range(interval.first, interval.last + 1):
         record = logged.get(('evaluation', i))
         if record and (i > interval.first or not i):
-            losses = evaluate(state) or {}
-            compare(record, {f'{split}_loss': values['loss'] for split, values in losses.items()})
+            compare(record, flat_losses(evaluate(state) or {}))
         if i == interval.last:
             break
         state = with_schedule(state, run, i, layout)

@@ -1,6 +1,7 @@
 """Generation beyond the short text of test_jax_transformer.py: prompts in pieces, caches that grow, wrap and are kept
 between calls, texts longer than block_size, sampling without a sort."""
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
 from jax_transformer import PAD, MoEConfig, Stream, init_cache, update_ring_cache, without_tables
 from tests.common import FAMILIES, TINY, apply, guess, random_params, random_tokens
-from jax_run.speed import bytes_read_per_step, expected_experts
+from jax_run.speed import bytes_read_per_step, cache_bytes_read, expected_experts
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
 ROPE = dataclasses.replace(TINY, position='rope', norm='rms', bias=False)
@@ -609,6 +610,18 @@ def test_the_last_layer_is_prefilled_as_far_as_its_cache_needs():
         return lowered.compile().as_text().count(' dot(')
 
     assert (n_matmuls(is_last=False), n_matmuls(is_last=True)) == (6, 1)
+
+
+def test_a_step_is_said_to_read_the_slots_in_use_on_a_cpu_and_all_slots_elsewhere():
+    config = dataclasses.replace(ROPE, block_size=1024)
+    lengths = np.array([5, 70], np.int32)
+    result = jax_generate.GenerationResult(None, lengths, cache_bytes=2 * jax_transformer.cache_bytes(config, 1024))
+    on_cpu, on_gpu = (cache_bytes_read(result, config, 'auto', types.SimpleNamespace(platform=name))
+                      for name in ('cpu', 'gpu'))
+    assert on_cpu == 2 * jax_transformer.cache_bytes(config, 128) and on_gpu == result.cache_bytes
+    of_16 = jax_transformer.cache_bytes(config, 16)
+    result = result._replace(lengths=lengths[:1], cache_bytes=of_16)
+    assert cache_bytes_read(result, config, 'auto', types.SimpleNamespace(platform='cpu')) == of_16
 
 
 @pytest.mark.parametrize('n_tokens, n_chosen', [(1, 2), (2, 3.5), (10**6, 8)])

@@ -588,6 +588,13 @@ def test_a_line_that_is_no_prompt_is_named(line, finished, tmp_path):
     (tmp_path / 'PROMPTS.NDJSON').write_text(f'"a"\n{line}\n')
     result = sample(finished[0], f'--start=FILE:{tmp_path}/PROMPTS.NDJSON')
     assert_refused(result, 'PROMPTS.NDJSON, line 2: neither "a text" nor .*')
+    assert '--chat=True' not in result.stderr
+
+
+def test_a_line_of_messages_outside_of_a_chat_names_the_flag(finished, tmp_path):
+    (tmp_path / 'prompts.jsonl').write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    result = sample(finished[0], f'--start=FILE:{tmp_path}/prompts.jsonl')
+    assert_refused(result, 'line 1: neither "a text" nor .*; "messages" need --chat=True')
 
 
 def test_keys_of_a_line_that_are_not_read_are_said_once(finished, speaking, tmp_path):

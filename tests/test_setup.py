@@ -42,7 +42,7 @@ def test_cpu_computes_in_float32_unless_asked():
 
 @pytest.mark.parametrize('kind, peak', [
     ('NVIDIA H200', 989e12), ('NVIDIA H100 PCIe', 756e12), ('NVIDIA A100-SXM4-40GB', 312e12), ('TPU v4', 275e12),
-    ('TPU v5 lite', 197e12), ('cpu', None)])
+    ('TPU v5 lite', 197e12), ('NVIDIA GH200 480GB', 989e12), ('Tesla T4', 65e12), ('NVIDIA T400', None), ('cpu', None)])
 def test_peak_flops_are_known_or_none(kind, peak):
     assert device_peak_flops(types.SimpleNamespace(device_kind=kind)) == peak
 

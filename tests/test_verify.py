@@ -132,6 +132,20 @@ def test_an_honest_run_of_any_kind_verifies(kinds, flags, tmp_path):
     assert code == 0 and lines[-1].endswith(': the same bits') and len(lines) >= 3, lines
 
 
+def test_the_loss_of_each_data_set_of_a_mixture_is_compared(tmp_path):
+    for name in ('web', 'code'):
+        write_random_data(tmp_path / name, 'text', 17, seed=1)
+    out = tmp_path / 'out'
+    mixture = f'{tmp_path / "web"}:0.5,{tmp_path / "code"}:0.5'
+    succeeded(train(out, f'--dataset={mixture}', '--device=cpu:0', *TRAIN))
+    path = out / 'metrics.jsonl'
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    next(line for line in lines if line['iter'] == 6 and 'val_loss' in line)['val_loss_web'] -= 0.5
+    path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
+    code, lines = verify(out, '--device=cpu:0')
+    assert code == 1 and '1 values of the log differ, first: val_loss_web of iteration 6' in lines[-1], lines
+
+
 def test_evaluations_of_another_size_begin_anew_and_are_not_compared(dataset, tmp_path):
     out = tmp_path / 'out'
     succeeded(train(out, f'--dataset={dataset}', '--device=cpu:0', *TRAIN))
