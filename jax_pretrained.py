@@ -339,9 +339,14 @@ def read_config_json_of(config, path):
     for key in ('n_positions', 'n_ctx'):
         if key in hf:
             hf[key] = config.block_size
-    # RoPE has learned to read longer sequences
+    # RoPE has learned to read longer sequences, with the scaling of the shorter ones
     if config.block_size > hf.get('max_position_embeddings', config.block_size):
         hf['max_position_embeddings'] = config.block_size
+        if config.rope_scaling and config.rope_scaling.kind == 'yarn':
+            rope = hf.get('rope_scaling') or hf['rope_parameters']
+            rope = rope.get('full_attention', rope)
+            rope.setdefault('original_max_position_embeddings', config.rope_scaling.original_length)
+            rope['factor'] = config.rope_scaling.factor
     wrong = differences(config, hf, path)
     if wrong:
         raise UserError(f'{path} is not that of the model to be saved, which has '
@@ -466,6 +471,8 @@ def meaning(config):
     values['window'] = config.window if 'window' in layer_types else 0
     values['dropout'] = 0.0
     values['dtype'] = ''
+    if config.rope_scaling and config.rope_scaling.kind == 'linear':
+        values['rope_scaling']['original_length'] = 0
     if config.moe:
         values['moe']['layers'] = is_moe
         values['moe']['balance'] = 0.0

@@ -31,7 +31,8 @@ def with_block_size(config, block_size, source):
     With learned positions, config.block_size becomes `block_size`, because the table of positions
     is truncated. Raises UserError if the table is shorter than `block_size`. With RoPE,
     config.block_size is raised to `block_size` if it is smaller, and a line says so; if it is
-    larger, the config is returned unchanged."""
+    larger, the config is returned unchanged. Raises UserError if it is smaller and RoPE is scaled
+    by LongRoPE, because only its factors for short texts are known."""
     if config.position == 'learned':
         if block_size > config.block_size:
             raise UserError(f'block_size={block_size}, but {source} knows only {config.block_size} '
@@ -39,6 +40,10 @@ def with_block_size(config, block_size, source):
         return dataclasses.replace(config, block_size=block_size)
     if block_size <= config.block_size:
         return config
+    if config.rope_scaling and config.rope_scaling.kind == 'longrope':
+        raise UserError(f'block_size={block_size}, but {source} was trained with sequences of '
+                        f'{config.block_size} tokens, and LongRoPE has other factors for longer '
+                        'ones, which are not supported')
     scaling = 'no scaling'
     if config.rope_scaling:
         scaling = f"its scaling '{config.rope_scaling.kind}'"

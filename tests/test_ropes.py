@@ -1,5 +1,6 @@
 """RoPE as transformers reads it: refused where GPT does not compute it, wherever the keys stand."""
 import functools
+import json
 
 import jax
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 from jax_flags import UserError
 from jax_generate import generate
 from jax_hub.families import read_config
-from jax_pretrained import load_pretrained
-from jax_transformer import GPTConfig, apply_positions
+from jax_pretrained import load_pretrained, read_config_json_of
+from jax_run.model import with_block_size
+from jax_transformer import GPTConfig, apply_positions, rope_of_layer
 from tests.common import GOLDEN, apply
 
 SIZES = dict(
@@ -59,6 +61,41 @@ def test_longrope_is_read_up_to_the_length_of_pretraining():
     assert config.block_size == 64  # of 256: beyond it transformers computes all positions again
     assert config.rope_scaling.pair_factors == tuple(factors)
     assert 'must have length 8' in refusal_of('phi3', rope_scaling=dict(longrope, short_factor=factors[:3]))
+
+
+LINEAR = dict(rope_type='linear', factor=4.0, rope_theta=5e5)
+YARN = dict(rope_type='yarn', factor=4.0, rope_theta=5e5)
+
+
+@pytest.mark.parametrize('family, keys', [
+    ('llama', dict(rope_theta=5e5, rope_scaling=dict(type='yarn', factor=4.0))),
+    ('llama', dict(rope_theta=5e5, rope_scaling=dict(type='yarn', factor=4.0), original_max_position_embeddings=64)),
+    ('llama', dict(rope_parameters=YARN)),
+    ('llama', dict(rope_theta=5e5, rope_scaling=dict(type='linear', factor=4.0))),
+    ('olmo3', dict(rope_parameters={'full_attention': YARN, 'sliding_attention': {'rope_type': 'default'}})),
+    ('gemma3_text', dict(rope_parameters={'full_attention': LINEAR, 'sliding_attention': {'rope_type': 'default'}}))])
+def test_a_model_with_scaled_rope_that_has_learned_longer_sequences_is_saved_with_its_scaling(family, keys, tmp_path):
+    path = tmp_path / 'config.json'
+    path.write_text(json.dumps(dict(SIZES, **BASES[family], model_type=family, **keys)))
+    config = read_config(json.loads(path.read_text()), path)[0]
+    longer = with_block_size(config, 1024, 'it')
+    saved = read_config_json_of(longer, path)
+    again = read_config(saved, 'saved')[0]
+    assert saved['max_position_embeddings'] == again.block_size == 1024
+    for layer_type in ('full', 'window'):
+        ropes = [rope_of_layer(each, layer_type, config.head_width) for each in (config, again)]
+        (before, amplitude), (after, amplitude_after) = ropes
+        np.testing.assert_array_equal(after, before)
+        assert amplitude_after == amplitude
+
+
+def test_a_model_with_longrope_learns_no_longer_sequences():
+    factors = [1.0] * 8
+    config = read('phi3', rope_scaling=dict(type='longrope', short_factor=factors, long_factor=factors),
+                  original_max_position_embeddings=64)
+    assert with_block_size(config, 64, 'it') is config
+    with pytest.raises(UserError, match='block_size=65, but it was trained with .* 64 tokens, and LongRoPE'):
+        with_block_size(config, 65, 'it')
 
 
 @pytest.mark.parametrize('part, rotated', [(0.75, 12), (0.5, 8), (1.0, 0)])
