@@ -374,3 +374,8 @@ def test_a_checkpoint_with_other_things_inside_is_refused(model, model_args, tmp
     good = dict(n_layer=2, n_head=2, n_embd=16, block_size=24, vocab_size=41)
     path = torch_file(tmp_path, pickle.dumps({'model': model, 'model_args': good}, 2))
     assert 'ckpt.pt' in refusal(load_pretrained, path)
+
+
+def test_a_checkpoint_of_another_program_is_refused_by_what_it_lacks(tmp_path):
+    path = torch_file(tmp_path, pickle.dumps({'state_dict': {}, 'epoch': 3}, 2))
+    assert 'lacks model, model_args, so it is not a checkpoint of nanoGPT' in refusal(load_pretrained, path)
