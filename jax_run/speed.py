@@ -35,7 +35,9 @@ def report_speed(model, generations, *, n_prompts, started, imports_s, cache_dty
     decode_s = sum(lap.running for lap in laps)
     report = (f'{n_samples:,} samples of {n_prompts:,} prompts, {n_new:,} tokens, in '
               f'{total_s:.1f} s, {n_new / max(decode_s, 1e-9):,.0f} tok/s once compiled')
-    if leaves_context(model.config, generations):
+    # a row, its prompt included, that is longer than the context
+    n_tokens = max(int(generation.result.lengths.max()) for generation in generations)
+    if model.config.position == 'learned' and n_tokens > model.config.block_size:
         report += (f'; beyond the context of {model.config.block_size:,} tokens, each token computes '
                    'all of them again, because positions are learned')
     if not is_detailed:
@@ -92,14 +94,6 @@ def report_decoding(model, generations, n_new, cache_dtype):
               f'{what} {weight_bytes / 1e6:,.4g} MB, {gb_per_s:.1f} GB/s, which is '
               f'{gb_per_s / bandwidth:.0%} of the {bandwidth:.1f} GB/s that this machine reads')
     return report + describe_drafts(generations)
-
-
-def leaves_context(config, generations):
-    """Returns whether any row of the Generations, its prompt included, is longer than the context
-    of a model with learned position embeddings. Returns False for a model with RoPE. config: the
-    model's GPTConfig."""
-    longest = max(int(generation.result.lengths.max()) for generation in generations)
-    return config.position == 'learned' and longest > config.block_size
 
 
 def describe_drafts(generations):
