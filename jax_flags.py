@@ -912,7 +912,7 @@ def exit_on_user_error(kind, error, traceback):
         sys.__excepthook__(kind, error, traceback)
         exit_before_others(1)
         return
-    code = PEER_DIED if isinstance(error, TryAgain) else 2
+    code = START_AGAIN if isinstance(error, TryAgain) else 2
     warn(one_line(error))
     exit_before_others(code)
     sys.exit(code)
@@ -989,14 +989,14 @@ def exit_before_others(code):
 
 
 # The exit code that means: start all processes again. It is EX_TEMPFAIL of sysexits.h.
-PEER_DIED = 75
+START_AGAIN = 75
 
 # How JAX's messages about other processes begin. JAX raises them as ValueErrors, too.
 PEER_STATUS = r'(ABORTED|CANCELLED|DEADLINE_EXCEEDED|INTERNAL|UNAVAILABLE|UNKNOWN): '
 
 
 def exit_if_peer_died(error):
-    """Ends this process at once, with one line on stderr and exit code PEER_DIED, if the death of
+    """Ends this process at once, with one line on stderr and exit code START_AGAIN, if the death of
     another process has caused `error`; else does nothing. The usual exit, which completes a
     checkpoint and shuts down jax.distributed, would wait for the dead process."""
     jax = sys.modules.get('jax')  # None: the script has not come that far
@@ -1013,4 +1013,4 @@ def exit_if_peer_died(error):
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; '
               f'start all of them again, with --init_from=resume ({text[:300]})',
               file=sys.stderr, flush=True)
-        os._exit(PEER_DIED)
+        os._exit(START_AGAIN)

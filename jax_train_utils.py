@@ -258,15 +258,15 @@ def language_model_sums(loss_BxT: Array, batch: dict) -> dict:
     The batch may have two more arrays [B, T], which are 0 in sequences that only fill up the batch:
     - 'weight': the loss of each token is first multiplied by the token's weight. The mean still
       divides by T.
-    - 'spelled': the weights for bits per byte, a copy of 'weight' (1 if there is no 'weight'), but
-      0 for tokens that stand for no bytes of text. With this array, the result has a second sum,
-      result['spelled'], which is computed as 'loss' is, with these weights in place of 'weight'."""
+    - 'byte_weight': the weights for bits per byte, a copy of 'weight' (1 if there is no 'weight'),
+      but 0 for tokens that stand for no bytes of text. With this array, the result has a second
+      sum, 'byte_loss', which is computed as 'loss' is, with these weights in place of 'weight'."""
     if 'weight' in batch:
         sums = {'loss': (loss_BxT * batch['weight']).mean(-1).sum()}
     else:
         sums = {'loss': (loss_BxT.mean(-1) * batch['is_row']).sum()}
-    if 'spelled' in batch:
-        sums['spelled'] = (loss_BxT * batch['spelled']).mean(-1).sum()
+    if 'byte_weight' in batch:
+        sums['byte_loss'] = (loss_BxT * batch['byte_weight']).mean(-1).sum()
     return sums
 
 
@@ -631,7 +631,7 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
                 batch['weight'] = is_row[:, None] * batch['weight']
             if evaluation.has_special:  # else all tokens that count have bytes
                 has_bytes = (token_bytes[batch['y']] > 0).astype(np.float32)
-                batch['spelled'] = batch.get('weight', is_row[:, None]) * has_bytes
+                batch['byte_weight'] = batch.get('weight', is_row[:, None]) * has_bytes
 
             if int(stop):  # one call late: reading it waits for the device
                 return None
@@ -642,10 +642,10 @@ def estimate_loss_jax(eval_step: Callable, params: dict, splits: dict, layout: L
         totals = {name: float(total) for name, total in totals.items()}
 
         # the loss of the tokens that have bytes, if not all have
-        spelled = totals.pop('spelled', totals['loss'])
+        byte_loss = totals.pop('byte_loss', totals['loss'])
         means = {name: total / n_rows / evaluation.share for name, total in totals.items()}
         if evaluation.n_bytes is not None:
-            nats = spelled * source.block_size
+            nats = byte_loss * source.block_size
             means['bpb'] = nats / math.log(2) / evaluation.n_bytes
         results[split] = means
     return results
