@@ -27,7 +27,7 @@ each_line = False # each line of the FILE is a prompt of its own
 chat = False # the prompts are questions, asked in the form of the model's chat template; prints the answers
 system = '' # system prompt of a chat
 num_samples = 10 # number of samples to draw for each prompt
-batch_size = 16 # rows, prompts times samples or answers of --serve, that are generated at a time; more need more memory
+batch_size = 16 # rows (samples of prompts, or answers of --serve) that are generated together; more need more memory
 max_new_tokens = 500 # number of tokens generated in each sample
 temperature = 0.8 # 1.0 = no change, < 1.0 = less random, > 1.0 = more random; 0 is greedy
 top_k = 200 # sample from the top_k most likely tokens only; 0 is all
