@@ -27,8 +27,7 @@ from jax import Array
 
 from jax_flags import DTYPES, UserError, check_choice, check_ranges
 from jax_ops.attention import (
-    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, fold_groups,
-    span_limits, unfold_groups)
+    ATTENTION, Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask, span_limits)
 from jax_ops.cpu import computed_once
 from jax_ops.dropout import dropout, dropout_keys, flat_index, hash_dropout
 from jax_ops.layers import EXPERT_WAYS, REMAT_POLICIES, map_sequence_chunks, scan_blocks
@@ -236,8 +235,10 @@ def dot_product_attention(
     B, T, H, K = q_BxTxHxK.shape
     S, G = k_BxSxGxK.shape[1:3]
     Q = H // G
-    # heads first, as the KV cache is stored; the Q heads of a group become Q times as many queries
-    q_BxGxTQxK = fold_groups(q_BxTxHxK, G)
+    # the Q heads of a group become Q times as many queries
+    q_BxTQxGxK = q_BxTxHxK.reshape(B, T, G, Q, K).swapaxes(2, 3).reshape(B, T * Q, G, K)
+    # heads first, as the KV cache is stored
+    q_BxGxTQxK = q_BxTQxGxK.swapaxes(1, 2)
     k_BxGxSxK = k_BxSxGxK.swapaxes(1, 2)
     v_BxGxSxK = v_BxSxGxK.swapaxes(1, 2)
 
@@ -261,7 +262,8 @@ def dot_product_attention(
         index_GxTQxS = flat_index(probs_BxGxTQxS.shape[1:])
         probs_BxGxTQxS = hash_dropout(probs_BxGxTQxS, dropout_rate, key_B, index_GxTQxS)
     y_BxGxTQxK = jnp.einsum('bgts,bgsk->bgtk', probs_BxGxTQxS, v_BxGxSxK)
-    return unfold_groups(y_BxGxTQxK, T)
+    y_BxTQxGxK = y_BxGxTQxK.swapaxes(1, 2)
+    return y_BxTQxGxK.reshape(B, T, Q, G, -1).swapaxes(2, 3).reshape(B, T, H, -1)
 
 
 class CausalSelfAttention(nn.Module):

@@ -1,7 +1,7 @@
 """Compares what this tree computes with what a commit computes, on this machine, bit for bit.
 
 $ python tools/same_bits.py HEAD~1            # all cases, in some three minutes
-$ python tools/same_bits.py HEAD~1 --only=data_sets,gpt
+$ python tools/same_bits.py HEAD~1 --only=gpt,chat
 
 Use this script to check that a change of the code keeps all results. Each case runs a few commands
 twice: with the code of the commit, and with the code of this tree. Both times, the case collects
@@ -307,6 +307,8 @@ def old_runs_go_on(tree, inputs):
 
 
 CASES = (data_sets, gpt, resumed, float16, qwen, chat, sharded, old_runs_go_on)
+# the cases whose files a case reads, beside those of data_sets
+READS = {'old_runs_go_on': ['gpt', 'qwen', 'chat']}
 
 
 def compare(old, new):
@@ -323,9 +325,13 @@ def compare(old, new):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('commit', help='the commit to compare with')
-    parser.add_argument('--only', default='', help='names of cases, with those whose files they read')
+    known = [case.__name__ for case in CASES]
+    parser.add_argument('--only', default='', help=f'names of cases, out of {", ".join(known)}')
     args = parser.parse_args()
-    names = args.only.split(',') if args.only else [case.__name__ for case in CASES]
+    names = args.only.split(',') if args.only else known
+    if not set(names) <= set(known):
+        parser.error(f'--only: the cases are {", ".join(known)}')
+    names = {'data_sets', *names, *(read for name in names for read in READS.get(name, []))}
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         inputs = folder / 'inputs'
