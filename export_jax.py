@@ -84,7 +84,7 @@ def model_card(family, name):
     family: model_type in the model's config.json. name: the folder's name."""
     # The origin of the weights.
     base = ''
-    origin = f'Converted from {os.path.basename(init_from)}.'
+    origin = f'Converted from {public_name(init_from)}.'
     if init_from == 'resume':
         check_run(meta['flags'])
         run = {**meta['flags'], 'init_from': meta.get('origin', meta['flags']['init_from'])}

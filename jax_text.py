@@ -344,11 +344,14 @@ class TextModel:
         if unknown or 'prompt' not in request:
             raise UserError(f'request {number} needs a prompt, and may have first_sample and fields '
                             f'of TextSampling, not {sorted(unknown)}')
+        first_sample = request.get('first_sample', 0)
+        if not isinstance(first_sample, (int, np.integer)):
+            raise UserError(f'request {number}: first_sample must be a number, not {first_sample!r}')
         changes = {name: request[name] for name in names if name in request}
         prompt = request['prompt']
         generation = self.continue_prompts(
             [self.encode(prompt)], sampling, changes, logprobs=True, batch=batch,
-            first_sample=request.get('first_sample', 0))
+            first_sample=first_sample)
         generation.begin()
         yield None
         with contextlib.closing(iter(generation)) as chunks:
@@ -377,14 +380,15 @@ class TextModel:
         The token that begins a document is put in front of each text, or the token that ends a
         document if the tokenizer has no other. So the text's first token is scored, too. If the
         tokenizer has neither, as one of characters, the first token is not scored. For the options
-        see jax_generate.score. Raises UserError for a text of fewer than two tokens."""
+        see jax_generate.score. Raises UserError for an empty text, and for a text of one token
+        that nothing precedes."""
         # an item of one row for each text; all tokens but the first are scored
         is_one = isinstance(texts, str)
         texts = list_of_texts(texts, 'logprobs')
         rows = [self.encode_document(text) for text in texts]
-        for text in texts:
-            if len(self.tokenizer.encode(text)) < 2:
-                raise UserError(f'a text needs at least two tokens, and {text!r:.40} has fewer')
+        for text, ids in zip(texts, rows):
+            if len(ids) < 2:
+                raise UserError(f'{text!r:.40} is too short: it has no token to score')
         items = [[(ids, 1)] for ids in rows]
         scores = self.score(
             items, max_length=max_length, batch_size=batch_size, cache_dtype=cache_dtype)
@@ -546,7 +550,7 @@ class Generation:
     follows it.
     stopped: for each row, whether its text has met a stop text.
     result: the GenerationResult.
-    laps: the seconds of each chunk. The first chunk is the prefill and the first decode step."""
+    laps: a Lap for each chunk. The first chunk is the prefill and the first decode step."""
 
     def __init__(self, model: TextModel, prompts: list[list[int]], sampling: TextSampling, *,
                  num_samples: int = 1, first_sample: int | list[int] = 0, streaming: bool = False,
@@ -580,7 +584,9 @@ class Generation:
         self.must_search = None in stop_tokens
         stop_tokens = [token for token in stop_tokens if token is not None]
         self.prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-        self.prompt_texts = [model.tokenizer.decode(prompt) for prompt in self.prompts]
+        # new tokens may complete a character in which token ids of a caller end
+        self.prompt_texts = [
+            strip_partial_utf8(tokenizer.decode(prompt)) for prompt in self.prompts]
         self.lengths = [len(prompt) for prompt in self.prompts]
         self.laps = []
         self.texts = list(self.prompt_texts)
@@ -703,15 +709,15 @@ class Generation:
         """Returns the number of tokens of sample i up to the token that completes the text
         self.texts[i]. This text ends before the stop text. The tokens of the prompt are counted,
         too."""
-        # more tokens make a longer text, so that a binary search finds the least number of tokens
+        # once the text is complete, more tokens only continue it: a binary search finds the least
+        # number of tokens. Before, its last character may be an incomplete one
         tokens = self.result.tokens[i, :self.result.lengths[i]].tolist()
-        length = len(self.texts[i])
+        text = self.texts[i]
 
-        def reaches_the_end(n):
-            return len(self.model.tokenizer.decode(tokens[:n])) >= length
+        def is_complete(n):
+            return self.model.tokenizer.decode(tokens[:n]).startswith(text)
 
-        return bisect.bisect_left(
-            range(len(tokens)), True, lo=self.lengths[i], key=reaches_the_end)
+        return bisect.bisect_left(range(len(tokens)), True, lo=self.lengths[i], key=is_complete)
 
     def choose_chunk(self):
         """Returns the number of tokens to generate in the next chunk. After each chunk, read_texts

@@ -646,7 +646,8 @@ class Server(ThreadingHTTPServer):
         number of characters that earlier calls have put into job.events."""
         if job.is_chat:
             text = final_answer(text)
-        job.events.put(text[n_shown:])
+        if text[n_shown:]:
+            job.events.put(text[n_shown:])
         return len(text)
 
     # connections
@@ -810,8 +811,9 @@ class Handler(BaseHTTPRequestHandler):
         allowed = '|'.join([*map(re.escape, names), r'[0-9.]+', r'\[[0-9a-f:.]+\]'])
         if not re.fullmatch(f'({allowed})(:[0-9]+)?', host, re.IGNORECASE):
             name = host.rpartition(':')[0] or host
+            remedy = f'--allow={name:.100} lets it in' if name else 'send the header Host'
             raise Refusal(403, f'the request came for the host {host!r:.100}, which is no name of '
-                          f'this server: --allow={name:.100} lets it in')
+                          f'this server: {remedy}')
         # the scheme does not count: a proxy may speak https
         origin = self.headers.get('Origin', '').lower()
         is_own = re.sub('^https?://', '', origin) == host.lower()

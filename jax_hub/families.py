@@ -467,7 +467,7 @@ def read_config(values, source):
     it. source: the path of the config.json, for messages. Raises UserError if a value is missing,
     has a wrong type, or is not supported."""
     family = values.get('model_type')
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise UserError(f'{source}: model_type {family!r:.80} is not supported; supported: '
                         f'{", ".join(FAMILIES)}')
     quantization = values.get('quantization_config') or {}

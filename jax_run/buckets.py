@@ -445,7 +445,8 @@ def fetch_dataset(url):
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(f'{target}.lock', 'w') as file:
         lock_file(file, wait=True)
-        objects = {name: checksum(details) for name, details in source.list().items()}
+        objects = {name: checksum(details) for name, details in source.list().items()
+                   if name != 'fetched.json'}  # of a copy that was uploaded
         if 'train.bin' not in objects:
             raise UserError(f'there is no {source.url}/train.bin; upload a data set, as with: '
                             f'gcloud storage cp -r data/mine {source.url}')

@@ -31,10 +31,10 @@ def train(config='', **flags):
     metrics.jsonl). Returns None with eval_only.
 
     In a notebook, shows loss.png, drawn again at each evaluation. An interrupt ends the training
-    and saves a checkpoint; a second one ends it at once, without saving. Both return the model of
-    the latest checkpoint, or raise KeyboardInterrupt if there is none. Raises UserError for
-    everything that the script refuses, and for flags that this process cannot follow (see
-    check_process)."""
+    and saves a checkpoint; train() then returns the model of the latest checkpoint, or raises
+    KeyboardInterrupt if there is none. A second interrupt ends the training at once, without
+    saving, and raises KeyboardInterrupt. Raises UserError for everything that the script refuses,
+    and for flags that this process cannot follow (see check_process)."""
     check_process(flags)
     arguments = [str(config)] if config else []
     arguments += [f'--{name}={value}' for name, value in flags.items()]
@@ -66,7 +66,10 @@ def compare(folders, x='iterations'):
 
 def check_process(flags):
     """Raises UserError outside of the main thread, and for flags that this process cannot follow:
-    the flags for several processes; deterministic=True after JAX has started a GPU or TPU."""
+    verify; the flags for several processes; deterministic=True after JAX has started a GPU or
+    TPU."""
+    if flags.get('verify'):
+        raise UserError('verify trains nothing new: run train_jax.py --verify')
     if threading.current_thread() is not threading.main_thread():
         raise UserError('train() runs in the main thread, which alone sees an interrupt')
     if flags.get('deterministic') and is_initialized() and jax.default_backend() != 'cpu':

@@ -69,7 +69,8 @@ def report_decoding(model, generations, n_new, cache_dtype):
 
     # tokens, without those of the first laps
     batch_size = len(generations[0].prompts)
-    tokens_per_sec = (n_new - batch_size * len(generations)) / decode_s
+    n_first = sum(len(generation.prompts) for generation in generations)
+    tokens_per_sec = (n_new - n_first) / decode_s
 
     # bytes read
     devices = model.layout.devices

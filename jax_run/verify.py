@@ -3,6 +3,7 @@ result with what the run has kept. Compares every bit of the weights and of the 
 and each loss in metrics.jsonl."""
 import dataclasses
 import hashlib
+import math
 import statistics
 from typing import NamedTuple
 
@@ -42,13 +43,20 @@ class Found(NamedTuple):
     """The differences between a run and a repeated training of one Interval of this run."""
     weights: str  # the first array that differs, and by how much; '' if all bits are the same
     logged: list  # a Logged for each value that differs from metrics.jsonl
+    n_compared: int  # the number of losses that metrics.jsonl has, too
 
     @property
     def largest(self):
         """The largest difference between a loss of the repeated training and the same loss in
-        metrics.jsonl, as an absolute value. It is 0 if no loss differs."""
-        return max((abs(one.value - one.kept) for one in self.logged if 'loss' in one.name),
-                   default=0.0)
+        metrics.jsonl, as an absolute value. It is 0 if no loss differs, and infinity if a loss of
+        the repeated training is not finite."""
+        gaps = [abs(one.value - one.kept) for one in self.logged if 'loss' in one.name]
+        return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
+
+    @property
+    def is_within_bound(self):
+        """Whether losses were compared, and differ by at most BOUND."""
+        return self.n_compared > 0 and self.largest <= BOUND
 
 
 class Logged(NamedTuple):
@@ -99,11 +107,11 @@ def verify_run(run, data, program, make_batch, evaluate):
         state, _ = start_state(run_at(run, folder, interval.first), program)
         if step is None:
             step = program.step.lower(state, first_batch(make_batch, interval)).compile()
-        state, differing = train_again(
+        state, differing, n_compared = train_again(
             run, program.layout, interval, state, step, make_batch, evaluate, records)
         kept, _ = start_state(run_at(run, folder, interval.last), program)
-        found = Found(compare_states(state, kept), differing)
-        is_near = differences.machine and found.largest <= BOUND
+        found = Found(compare_states(state, kept), differing, n_compared)
+        is_near = differences.machine and found.is_within_bound
         print(describe(interval, found, is_near))
         has_failed |= bool(found.weights or found.logged) and not is_near
     return 1 if has_failed else 0
@@ -250,18 +258,23 @@ def compare_file(before, array):
 
 def train_again(run, layout, interval, state, step, make_batch, evaluate, records):
     """Trains an interval again. Returns (the TrainState at the end; a list of a Logged for each
-    value that differs from the log). state: the TrainState of the interval's first checkpoint.
-    step: the compiled step. make_batch(iteration), evaluate(state): functions of train_jax.py.
-    records: the records of metrics.jsonl."""
+    value that differs from the log; the number of losses that the log has, too).
+
+    state: the TrainState of the interval's first checkpoint. step: the compiled step.
+    make_batch(iteration), evaluate(state): functions of train_jax.py. records: the records of
+    metrics.jsonl."""
     logged = {}
     for record in records:
         kind = 'evaluation' if 'val_loss' in record else 'iteration'
         logged[kind, record['iter']] = record
     differing = []
+    n_compared = 0
 
     def compare(record, values):
+        nonlocal n_compared
         for name, value in values.items():
             kept = record.get(name)
+            n_compared += kept is not None and 'loss' in name
             if kept is not None and kept != value:
                 differing.append(Logged(record['iter'], name, value, kept))
 
@@ -278,7 +291,7 @@ def train_again(run, layout, interval, state, step, make_batch, evaluate, record
         state, metrics = step(state, batch)
         if ('iteration', i) in logged:
             compare(logged['iteration', i], {name: float(value) for name, value in metrics.items()})
-    return state, differing
+    return state, differing, n_compared
 
 
 def compare_states(state, kept):

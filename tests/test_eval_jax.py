@@ -217,7 +217,8 @@ def test_a_bad_item_is_one_line_with_its_file_and_line(line, message, run, tmp_p
 
 
 @pytest.mark.parametrize('content, message', [
-    ('t', 'at least two tokens'), ('th\u00e9', 'does not know'), ('th\r\n', "not know: '\\r'"), (None, 'cannot read')])
+    ('t', 'is too short: it has no token to score'),
+    ('th\u00e9', 'does not know'), ('th\r\n', "not know: '\\r'"), (None, 'cannot read')])
 def test_a_bad_text_is_one_line_with_its_name(content, message, run, tmp_path):
     path = tmp_path / 'a.txt'
     if content:

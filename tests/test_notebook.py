@@ -101,6 +101,8 @@ def test_what_a_living_process_cannot_set_is_refused(short, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(UserError, match='num_processes is for several processes'):
         train(**short, num_processes=2)
+    with pytest.raises(UserError, match='verify trains nothing new'):
+        train(**short, verify=1)
     with pytest.raises(UserError, match='cuda'):
         train(**{**short, 'device': 'cuda'})
     found = []

@@ -105,6 +105,11 @@ def test_phi3_rotates_a_part_of_each_head_wherever_the_key_stands(part, rotated)
     assert read('phi3', rope_parameters=parameters).rope_width == rotated
 
 
+def test_a_family_that_is_no_text_is_refused():
+    with pytest.raises(UserError, match=r"model_type \['llama'\] is not supported"):
+        read_config(dict(SIZES, model_type=['llama']), 'config.json')
+
+
 @pytest.mark.parametrize('theta', [0, -1.0, float('nan'), float('inf'), True, '500000', 10**400])
 def test_a_base_that_no_rope_has_is_refused(theta):
     assert 'rope_theta' in refusal_of('llama', rope_theta=theta)

@@ -2,6 +2,7 @@
 import contextlib
 import http.client
 import json
+import queue
 import random
 import re
 import signal
@@ -580,12 +581,20 @@ def test_a_stream_that_waits_says_so_and_ends_whole(of_run, monkeypatch):
     assert status == 200 and ': waiting\n\n' in text and text.endswith('data: [DONE]\n\n')
 
 
+def test_a_step_without_new_text_sends_nothing(of_run):
+    job = types.SimpleNamespace(is_chat=False, events=queue.Queue())
+    assert [of_run.show(job, 'the', 0), of_run.show(job, 'the', 3), of_run.show(job, 'the fox', 3)] == [3, 3, 7]
+    assert [job.events.get_nowait(), job.events.get_nowait()] == ['the', ' fox'] and job.events.empty()
+
+
 def test_a_name_and_an_origin_that_are_allowed_come_in(finished):
     with serving(finished[0], allow='chat.example.org, http://localhost:3000') as server:
         assert send(server, 'GET', '/health', Host='chat.example.org')[0] == 200
         status, text = send(server, 'GET', '/health', Host='other.example.org:80')
         assert status == 403
         assert "'other.example.org:80', which is no name of this server: --allow=other.example.org" in text
+        status, text = send(server, 'GET', '/health', Host='')
+        assert status == 403 and "the host '', which is no name of this server: send the header Host" in text
         connection = http.client.HTTPConnection('127.0.0.1', server.server_port, timeout=60)
         headers = {'Host': 'localhost', 'Origin': 'http://localhost:3000', 'Access-Control-Request-Method': 'POST'}
         connection.request('OPTIONS', '/v1/completions', headers=headers)

@@ -3,6 +3,7 @@ import dataclasses
 import inspect
 import json
 import pydoc
+import types
 
 import jax
 import numpy as np
@@ -108,6 +109,34 @@ def test_an_empty_prompt_is_a_prompt_where_a_token_begins_every_text(speaking):
     texts = model.generate(['', 'ab'], **options)
     assert texts == [model.generate([''], **options)[0], ''.join(model.stream('ab', **options))]
     assert texts[0] != texts[1][2:]
+
+
+class Utf8:
+    """A tokenizer of bytes, as far as a Generation decodes with it."""
+
+    @staticmethod
+    def decode(ids):
+        return bytes(ids).decode('utf-8', 'replace')
+
+
+@pytest.mark.parametrize('text, n_tokens', [('Hi a\U0001f642', 8), ('Hi a', 4), ('\U0001f642', 4), ('', 0)])
+def test_the_tokens_of_a_text_go_to_the_last_byte_of_its_last_character(text, n_tokens):
+    """A stop text ends the text; the first byte of a character already decodes to one U+FFFD."""
+    tokens = list(f'{text}\nmore'.encode())
+    generation = types.SimpleNamespace(
+        model=types.SimpleNamespace(tokenizer=Utf8), lengths=[0], texts=[text],
+        result=types.SimpleNamespace(tokens=np.array([tokens]), lengths=np.array([len(tokens)])))
+    assert Generation.tokens_to_the_end(generation, 0) == n_tokens
+
+
+def test_an_answer_to_ids_that_end_inside_a_character_has_that_character(run):
+    model = load(run, device='cpu:0')
+    smile = '\U0001f642'.encode()
+    model = TextModel(model.params, model.config, model.tokenizer, model.layout)
+    model.tokenizer = types.SimpleNamespace(
+        decode=Utf8.decode, stop_texts=(), stop_tokens=(), sampling={}, vocab_size=model.tokenizer.vocab_size)
+    generation = Generation(model, [[97, *smile[:2]]], sampling(max_new_tokens=3))
+    assert generation.prompt_texts == ['a']
 
 
 @pytest.mark.slow
@@ -268,7 +297,7 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     (lambda model: model.generate(['a', 3]), UserError, r"generate takes a text or a list of texts, not \['a', 3\]"),
     (lambda model: model.generate([{'role': 'user', 'content': 'a'}]), UserError, 'these are messages: call chat'),
     (lambda model: model.stream(['a', 'b']), UserError, 'stream takes one text'),
-    (lambda model: model.logprobs(['the quick', 't']), UserError, "at least two tokens, and 't' has fewer"),
+    (lambda model: model.logprobs(['the quick', 't']), UserError, "'t' is too short: it has no token to score"),
     (lambda model: model.logprobs([3]), UserError, 'logprobs takes a text or a list of texts'),
     (lambda model: model.generate(['Z']), UserError, "does not know: 'Z'"),
     (lambda model: model.generate(['the'], top_p=2), UserError, 'top_p must be in'),
@@ -279,6 +308,8 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     (lambda model: model.generate(['the'], stop=None), UserError, 'stop must be a text or a list of texts, not None'),
     (lambda model: model.generate(['the'], num_samples=0), UserError, 'num_samples must be at least 1'),
     (lambda model: model.logits(b'the'), UserError, 'a prompt is a text or a list of messages, not b.the'),
+    (lambda model: [*model.serve([{'prompt': 'the', 'first_sample': 'a'}])], UserError,
+     "request 0: first_sample must be a number, not 'a'"),
     (lambda model: [*model.serve('the')], UserError, 'serve takes a list of requests'),
     (lambda model: [*model.serve({'prompt': 'the'})], UserError, 'serve takes a list of requests'),
     (lambda model: model.generate(['the'], seed=2**32), UserError, 'seed must be in'),
@@ -424,7 +455,7 @@ def test_a_text_of_characters_is_scored_from_the_second_on(how, tolerance, run):
     assert model.tokenizer.decode(ids) == text[1:] and len(logprobs) == len(ids)
     np.testing.assert_allclose(logprobs, model.logprobs([text])[0][1], atol=tolerance)
     np.testing.assert_allclose(logprobs[:8], short, atol=max(tolerance, 1e-5))
-    with pytest.raises(UserError, match='at least two tokens'):
+    with pytest.raises(UserError, match='is too short: it has no token to score'):
         model.logprobs([text, 't'])
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint
 from jax_run.log import read_metrics
+from jax_run.verify import Found, Logged
 from tests.common import (
     FAMILIES, RESUME, ROOT, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
     write_random_data)
@@ -98,6 +99,13 @@ def test_what_was_changed_is_named(change, is_same, said, run_copy):
 
 def test_a_flag_that_the_run_did_not_have_is_refused_by_name(run_copy):
     assert_refused(train(run_copy, *RESUME, '--verify=1', '--beta2=0.9'), 'earlier iterations had another beta2')
+
+
+@pytest.mark.parametrize('values, n_compared, is_accepted', [
+    ([1.01], 9, True), ([1.03], 9, False), ([1.01, float('nan')], 9, False), ([], 0, False), ([], 9, True)])
+def test_what_another_kind_of_machine_may_differ_in(values, n_compared, is_accepted):
+    found = Found('', [Logged(i, 'loss', value, 1.0) for i, value in enumerate(values)], n_compared)
+    assert found.is_within_bound == is_accepted
 
 
 @pytest.mark.parametrize('by, code, said', [
