@@ -217,6 +217,9 @@ def test_a_meta_pkl_of_nanogpt_becomes_a_meta_json(tmp_path):
     (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}}))
     assert run_script('data/convert_meta.py', tmp_path).returncode == 0
     assert json.loads((tmp_path / 'meta.json').read_text())['tokenizer'] == {'kind': 'char', 'chars': 'ab'}
+    for content in (b'', pickle.dumps({'vocab_size': 2}), pickle.dumps([1])):
+        (tmp_path / 'meta.pkl').write_bytes(content)
+        assert_refused(run_script('data/convert_meta.py', tmp_path), "meta.pkl is not nanoGPT's")
 
 
 @pytest.mark.slow
@@ -665,7 +668,10 @@ def test_rows_without_a_text_are_skipped_and_counted(tmp_path, env):
         n_bytes = len('one row\nhalf \ufffd\nthe last row\n'.encode())
         assert said.startswith(f'read 3 documents of 1 files, {n_bytes} bytes\nskipped {n} rows without a text; ')
         line = refuse('text', tmp_path / name, '--strict', '--out_dir', tmp_path / 'strict', env=env)
-        assert f"{name}, {where} has no text under 'text'" in line
+        fields = 'another number of fields than the header (quote texts that have commas)'
+        reason = fields if name == 'a.csv' else "no text under 'text'"
+        assert f'{name}, {where} has {reason}; mend it' in line
+        assert (f'\n2 of them have {fields}\n' in said) == (name == 'a.csv')
 
 
 def test_rows_and_files_without_a_text_do_not_count_for_every_tenth_document(tmp_path, env):

@@ -99,6 +99,30 @@ def test_a_package_is_read_and_not_run(pychat, package):
     assert 'shop.nuts.undocumented' in every - names.keys() and not any('_hidden' in name for name in every)
 
 
+@pytest.mark.parametrize('n_modules, n_functions', [(1, 100), (6, 100)])
+def test_a_package_of_many_functions_has_enough_names_that_do_not_exist(pychat, tmp_path, n_modules, n_functions):
+    """Of a verb and a noun there are 400 for each module."""
+    folder = tmp_path / 'large'
+    folder.mkdir()
+    (folder / '__init__.py').write_text('')
+    for i in range(n_modules):
+        (folder / f'part{i}.py').write_text(''.join(
+            f'def function_{i}_{j}():\n    """Returns the number {j} of part {i}."""\n' for j in range(n_functions)))
+    names, every = pychat['names'].read_names(folder)
+    maker = pychat['questions'].Maker(names, every, 'large', seed=1)
+    for split in ('train', 'val'):
+        maker.make(split, 2 * len(names))
+        assert len(maker.invented) > 2 * len(names)
+
+
+def test_a_vocabulary_without_an_end_token_needs_a_template_without_it(tmp_path, package):
+    (tmp_path / 'a.txt').write_text('the weather there ' * 50)
+    prepare('text', tmp_path / 'a.txt', '--tokenizer=char', '--out_dir', tmp_path / 'chars')
+    result = run_script(
+        'data/pychat/prepare.py', package, '--tokenizer', tmp_path / 'chars', '--out_dir', tmp_path / 'x')
+    assert_refused(result, 'has no token that ends a text: add --template=plain')
+
+
 def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pychat, package):
     questions = pychat['questions']
     for forms in (questions.FOLLOW_UP, questions.HOLDS, questions.HELLO, questions.WHO, questions.THANKS):

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 import types
@@ -29,6 +30,7 @@ from jax_text import Generation, load
 from tests.common import (
     GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, long, random_request, run_script, sample,
     samples_of, slow, start, succeeded, wait_for)
+import tools.clients
 from tools.clients import Answer, speed_while_busy
 
 openai = pytest.importorskip('openai')
@@ -986,6 +988,15 @@ def test_a_port_in_use_is_told_before_the_model_is_loaded():
         port = listener.getsockname()[1]
         refused = sample('nowhere', f'--serve={port}')
         assert_refused(refused, f'cannot listen on 127.0.0.1:{port} .*in use')
+
+
+def test_a_server_that_counts_no_tokens_is_one_line(monkeypatch, capsys):
+    answers = [Answer('', 0, 0, 0.5, 2), Answer('', 0, 0, 0.5, 3)]
+    monkeypatch.setattr(tools.clients, 'ask_all', lambda *args: answers)
+    monkeypatch.setattr(sys, 'argv', ['clients.py', 'http://localhost:1', '--clients=1', '--requests=2'])
+    with pytest.raises(SystemExit) as ended:
+        tools.clients.main()
+    assert ended.value.code == 2 and 'reports no usage' in capsys.readouterr().err
 
 
 def test_the_speed_of_several_clients_ends_when_the_first_has_no_request_left():

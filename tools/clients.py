@@ -124,6 +124,8 @@ def main():
     for n_clients in args.clients:
         answers = ask_all(n_clients, args.requests, make)
         speed = speed_while_busy(answers)
+        if not speed:
+            parser.error(f'{args.url} reports no usage: its tokens cannot be counted')
         first = first or (speed, answers)
         waits = [answer.first_at - answer.asked_at for answer in answers]
         n_other = sum(a.text != b.text for a, b in zip(answers, first[1]))

@@ -143,9 +143,10 @@ def check(row, flags, has_all):
         if one is row['seeds'][0]:
             for line in list_changes(changed, 'the row'):
                 print(line)
-        files = [{name: file['samples'] for name, file in data['files'].items()}
-                 for data in (*known['data'], *manifest['data'])]
-        if files[0] != files[1]:
+        of_row, here = [
+            [{name: file['samples'] for name, file in data['files'].items()} for data in one['data']]
+            for one in (known, manifest)]
+        if of_row != here:
             raise UserError(f"{row['config']}: the data are not those of the row")
 
         # the same bits, or losses that are near

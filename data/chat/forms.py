@@ -63,7 +63,10 @@ def read_example(row):
     if isinstance(row, list) and row and all(isinstance(each, dict) for each in row):
         row = {'messages': row}  # a line that has the messages alone
     if not isinstance(row, dict):
-        raise UserError('has no "messages": it is no object')
+        why = ''
+        if isinstance(row, list):
+            why = ' (a row of a table has another number of fields than the header)'
+        raise UserError(f'has no "messages": it is no object{why}')
     row = Row({key: value for key, value in row.items() if value is not None})
     for name in UNREAD:
         is_known = name == 'functions' and row.get('tools')
@@ -172,7 +175,8 @@ def read_sharegpt(i, turn):
     unknown or it has no text."""
     speaker = turn.pop('from')
     text = turn.pop('value', None)
-    if speaker not in ROLES or not isinstance(text, str):
+    is_known = isinstance(speaker, str) and speaker in ROLES
+    if not is_known or not isinstance(text, str):
         raise UserError(f'message {i} is not {{"from": ..., "value": text}} from one of '
                         f'{", ".join(ROLES)}')
     if speaker != 'function_call':
@@ -277,6 +281,8 @@ def read_question(row, name):
     if name in LISTS or not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
     for key in INPUTS:
+        if row.get(key) and not isinstance(row[key], str):
+            raise UserError(f'has "{key}", which is no text: put it into "messages"')
         if row.get(key):
             asked = f'{asked}\n{row[key]}'
     return with_system(row, [{'role': 'user', 'content': asked}])

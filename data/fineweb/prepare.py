@@ -37,8 +37,9 @@ def read_texts(paths):
     skipped['rows']."""
     for path in paths:
         for _, row in read_rows(path, ['text']):
-            if 'text' not in row:
-                fail(f'{path} has no column "text", only {", ".join(row):.200}')
+            if not isinstance(row, dict) or 'text' not in row:
+                only = f', only {", ".join(row):.200}' if isinstance(row, dict) else ''
+                fail(f'{path} has no column "text"{only}')
             text = row['text']
             if text is None:
                 skipped['rows'] += 1

@@ -61,7 +61,10 @@ def main():
     names, every = read_names(args.input)
     if len(names) < 20:
         fail(f'{args.input} has {len(names)} names with a docstring of a sentence in ASCII, too few')
-    load_model_tokenizer(args.tokenizer)  # refuses what is none, before a minute's work
+    # refuse, before a minute's work, what is no tokenizer or does not fit the template
+    enc, _ = load_model_tokenizer(args.tokenizer)
+    if enc.end_token is None and args.template == parser.get_default('template'):
+        fail(f'{args.tokenizer} has no token that ends a text: add --template=plain')
     library = Path(args.input).resolve().name if args.input else "Python's library"
     maker = Maker(names, every, library, args.seed)
     n_invented = 2 * len(names)

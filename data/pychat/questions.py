@@ -215,7 +215,7 @@ class Maker:
                 place = self.random.randrange(len(words) + 1)
                 last = '_'.join([*words[:place], self.random.choice(NOUNS), *words[place:]])
             elif way == 2:
-                last = self.two_words()
+                last = self.two_words(attempt // 200)
             elif way == 3:
                 parent = self.random.choice(NOUNS) + self.random.choice(ENDINGS + NOUNS)
             name = f'{parent}.{last}'.strip('.')
@@ -229,15 +229,19 @@ class Maker:
         self.invented.add(name)
         return not is_known
 
-    def two_words(self):
-        """Returns a verb and a noun: fetch_mail."""
-        return f'{self.random.choice(VERBS)}_{self.random.choice(NOUNS)}'
+    def two_words(self, n_more=0):
+        """Returns a verb and a noun, such as fetch_mail, and n_more nouns behind them."""
+        verb = self.random.choice(VERBS)
+        return '_'.join([verb, *(self.random.choice(NOUNS) for _ in range(1 + n_more))])
 
     def invent_beside(self, named):
         """Invents a name in the same module as `named`, such as os.path.fetch_mail for
         os.path.join. Returns only what follows the last dot, fetch_mail."""
         for attempt in itertools.count():
-            last = self.random.choice(self.lasts) if attempt < 100 else self.two_words()
+            if attempt < 100:
+                last = self.random.choice(self.lasts)
+            else:  # with more and more words, because two may all be taken
+                last = self.two_words(attempt // 200)
             if self.register(f'{named.parent}.{last}'):
                 return last
 

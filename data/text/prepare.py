@@ -26,6 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 FEW = 20  # if there are fewer documents, each has a part in train and in val
+RAGGED = 'another number of fields than the header (quote texts that have commas)'
 # bpe:N learns from about so many bytes of a larger input, taken evenly from the train part
 BPE_BYTES = 2**27
 
@@ -93,7 +94,7 @@ class Texts:
     def documents(self):
         """Yields each document as an iterator of blocks, without empty files. Counts documents,
         bytes, skipped rows, and documents with a NUL character."""
-        self.n_documents = self.n_bytes = self.n_skipped = self.n_with_nul = 0
+        self.n_documents = self.n_bytes = self.n_skipped = self.n_ragged = self.n_with_nul = 0
         for path in self.paths:
             if self.key and ending(path) in ROW_ENDINGS:
                 for text in self.rows(path):
@@ -128,10 +129,13 @@ class Texts:
                     as_it_is = ''
                 fail(f'{path}, {where} has no {self.key!r}, only {", ".join(row):.200}; name what '
                      f'is the text with --key{as_it_is}')
+            # read_rows gives a list for a row of a table with another number of fields
+            is_ragged = isinstance(row, list) and ending(path) in ('.csv', '.tsv')
+            reason = RAGGED if is_ragged else f'no text under {self.key!r}'
             if self.strict:
-                fail(f'{path}, {where} has no text under {self.key!r}; mend it, or leave out '
-                     '--strict')
+                fail(f'{path}, {where} has {reason}; mend it, or leave out --strict')
             self.n_skipped += 1
+            self.n_ragged += is_ragged
 
     def count(self, blocks):
         """Yields the blocks of a document. Adds their bytes to the number of bytes, and 1 to the
@@ -320,6 +324,8 @@ def main():
     print(f'read {texts.n_documents:,} documents of {len(files):,} files, {texts.n_bytes:,} bytes')
     if texts.n_skipped:
         print(f'skipped {texts.n_skipped:,} rows without a text; --strict names the first')
+    if texts.n_ragged:
+        print(f'{texts.n_ragged:,} of them have {RAGGED}')
     if texts.n_with_nul:  # English in UTF-16 is valid UTF-8, with a NUL after each letter
         print(f'{texts.n_with_nul:,} documents have NUL characters: are they texts in UTF-8?')
     for split, n in sizes.items():
