@@ -415,9 +415,10 @@ def derive_config_json(config):
     # Flags can also make models of no such family: then the file would mean another model.
     wrong = differences(config, hf, 'the derived config.json')
     if wrong:
-        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; copy '
-                        'that of the model that it was trained from to '
-                        f'{kept_config_json("out_dir")}, where the export reads it')
+        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}, '
+                        'because no family has such a model; if it was trained from a published '
+                        f'one, copy the config.json of that to {kept_config_json("out_dir")}, where '
+                        'the export reads it')
     return hf
 
 

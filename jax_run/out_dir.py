@@ -186,13 +186,17 @@ class OutDir:
 
     def record_val_loss(self, iter_num, val_loss):
         """Adds val_loss to the checkpoint of iteration iter_num, if the run was resumed from that
-        checkpoint (see add_val_loss).
+        checkpoint (see add_val_loss). Adds nothing if this resume has switched --ema off, because
+        val_loss is then that of other weights than those that are sampled from the checkpoint.
 
         Call this method after each evaluation, when metrics.jsonl already has the evaluation. In a
         bucket, first uploads metrics.jsonl and the run's other changed files."""
         if self.metrics_log:
             self.folder.upload()
-        if self.run.resumed and iter_num == self.run.iter_num:
+        if not self.run.resumed or iter_num != self.run.iter_num:
+            return
+        sampled = self.run.resumed.get('weights', ['params'])[-1]
+        if sampled == 'params' or self.run.flags[sampled]:
             add_val_loss(self.checkpoints, iter_num, val_loss, comparable_since(self.manifest))
 
     def plot(self):

@@ -1,5 +1,7 @@
 """The sets of weights of a checkpoint, and the tree of the optimizer state, which is a file format."""
+import math
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from jax_run.checkpoints import read_val_loss
 from jax_run.load import load_run
 from jax_run.log import read_metrics
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
@@ -75,6 +78,18 @@ def test_the_mean_is_what_is_evaluated_sampled_and_started_from(averaged, tmp_pa
     without = float(re.findall(r'val loss ([\d.]+)', found)[-1])
     assert abs(without - last['val_loss']) > 1e-3
     assert len(samples_of(sample(out, '--num_samples=1', '--max_new_tokens=4'))) == 1
+
+
+@pytest.mark.parametrize('ema', ['0', '0.8'])
+def test_a_checkpoint_gets_no_loss_of_weights_that_are_not_sampled_from_it(dataset, tmp_path, ema):
+    out = tmp_path / 'out'
+    flags = [*EMA, f'--dataset={dataset}', '--device=cpu:0', '--max_iters=3']
+    succeeded(train(out, *flags, '--eval_interval=100', '--save_interval=2'))
+    shutil.rmtree(out / 'ckpt' / '3')
+    assert math.isinf(read_val_loss(out / 'ckpt' / '2'))
+    succeeded(train(out, *RESUME, f'--ema={ema}', '--eval_interval=2', '--max_iters=4', '--keep=5'))
+    assert math.isinf(read_val_loss(out / 'ckpt' / '2')) == (ema == '0')
+
 
 
 def test_a_run_without_a_mean_gets_one_when_it_is_resumed(dataset, tmp_path):
