@@ -415,10 +415,10 @@ def derive_config_json(config):
     # Flags can also make models of no such family: then the file would mean another model.
     wrong = differences(config, hf, 'the derived config.json')
     if wrong:
-        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}, '
-                        'because no family has such a model; if it was trained from a published '
-                        f'one, copy the config.json of that to {kept_config_json("out_dir")}, where '
-                        'the export reads it')
+        raise UserError(f'no config.json can be derived for a model with {", ".join(wrong)}; if it '
+                        'was trained from a published one, copy the config.json of that to '
+                        f'{kept_config_json("out_dir")}, where the export reads it; a model from '
+                        'scratch needs the flags of GPT-2 or of config/train_llama_char.py')
     return hf
 
 

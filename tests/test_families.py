@@ -682,7 +682,7 @@ def test_of_a_model_that_flags_do_not_make_the_config_json_is_asked_for(name, tm
     config, params = load(name)
     message = refusal(save_pretrained, params, config, tmp_path / 'model')
     assert 'no config.json can be derived' in message
-    assert 'copy that of the model that it was trained from to' in message
+    assert 'if it was trained from a published one, copy the config.json of that to' in message
 
 
 @pytest.mark.parametrize('changes', [
