@@ -2,9 +2,9 @@
 #   python data/shakespeare_bpe/prepare.py && python train_jax.py config/five_minutes.py
 # The last line's val bpb is of all of val.bin; the line "minutes=5: max_iters=N" names the iterations, and with
 # --minutes=0 --max_iters=N the same seed gives the same bits. python tools/five_minutes.py runs three seeds and prints
-# a row (docs/lab_log.md, Five minutes). The settings are those of config/train_pystdlib.py, chosen on another text;
-# dropout and the size of the vocabulary are of one earlier try, which looked at val. Who tunes them further takes
-# prepare.py --tune, which leaves val out.
+# a row (docs/lab_log.md, Five minutes). The settings are those of config/train_pystdlib.py, chosen on another text.
+# One earlier trial, on val, chose dropout and the size of the vocabulary. To tune further, use prepare.py --tune, which
+# leaves val out.
 
 out_dir = 'out-five-minutes'
 minutes = 5.0

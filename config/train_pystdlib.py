@@ -10,7 +10,7 @@ log_interval = 50
 sample_prompt = 'def ' # what the model makes of it, at every evaluation but the first
 
 dataset = 'pystdlib'
-# 1 * 3 * 256 = 768 tokens of the BPE, about 2,600 characters, per iteration; 5000 iterations are 1.6 epochs
+# 1 * 3 * 256 = 768 tokens of the BPE, about 2,500 characters, per iteration; 5000 iterations are 1.6 epochs
 gradient_accumulation_steps = 1
 batch_size = 3
 block_size = 256 # an earlier form ended 0.08 bits per byte higher with 12 sequences of 64, 0.05 with 6 of 128

@@ -1,16 +1,20 @@
 """Reads text files and files of rows (JSON lines, a JSON array, CSV with a header, parquet), in
 UTF-8, plain or compressed. The ending of a file's name gives its format."""
+import bz2
 import contextlib
 import csv
+import gzip
 import io
 import itertools
 import lzma
 import os
+import zlib
 
 from jax_flags import UserError, parse_json
 
 ROW_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.parquet')
-PACKED_ENDINGS = ('.gz', '.zst', '.bz2', '.xz')
+OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
+PACKED_ENDINGS = (*OPENERS, '.zst')  # pyarrow reads .zst
 
 
 def ending(path):
@@ -32,7 +36,7 @@ def reading(path):
         raise UserError(f'{path} is read by the package pyarrow: pip install pyarrow') from None
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
         raise UserError(f'cannot read {path}: {error.strerror}') from None
-    except (OSError, EOFError, ValueError, csv.Error, lzma.LZMAError) as error:
+    except (OSError, EOFError, ValueError, csv.Error, lzma.LZMAError, zlib.error) as error:
         raise UserError(f'cannot read {path} ({error}); is it complete, and in UTF-8?') from None
 
 
@@ -42,13 +46,11 @@ def open_text(path):
     only. Raises UserError if the file cannot be opened, or if the `with` block fails to read it."""
     packed = os.path.splitext(path.lower())[1]
     with reading(path):
-        if packed == '.xz':
-            raw = lzma.open(path)
-        elif packed in PACKED_ENDINGS:
+        if packed in OPENERS:
+            raw = OPENERS[packed](path)
+        elif packed == '.zst':
             import pyarrow
-            # not 'detect', which knows lower case only
-            codec = pyarrow.Codec.detect(f'a{packed}').name
-            raw = io.BufferedReader(pyarrow.input_stream(path, compression=codec))
+            raw = io.BufferedReader(pyarrow.input_stream(path, compression='zstd'))
         else:
             raw = open(path, 'rb')
         with io.TextIOWrapper(raw, 'utf-8-sig', newline='\n') as file:

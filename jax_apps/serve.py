@@ -2,8 +2,7 @@
 
 There are two kinds of threads. Each connection has a thread, in which a Handler reads the request,
 puts the request into the queue as a Job, and writes the answer. The main thread has the model and
-makes the answers (Server.run), because the time limit of a chat template works only in the main
-thread. The main thread puts the pieces of an answer into the queue of its Job, and checks before
+makes the answers (Server.run). It puts the pieces of an answer into the queue of its Job, and checks before
 each piece whether the client is still connected.
 
 Answers take turns: in each turn, one answer gets its next chunk of tokens. Requests for one answer
