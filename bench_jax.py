@@ -223,8 +223,8 @@ def bench_train():
 # decoding
 
 def bench_decode():
-    """Times calls of generate_stream, each a prefill and then one decode step per token, and
-    returns {name: value}."""
+    """Times calls of generate_stream, each a prefill and then the decode steps, and returns {name:
+    value}."""
     config, params = load_model()
     if prompt_len + max_new_tokens > config.block_size:
         raise UserError('prompt_len + max_new_tokens must be at most '

@@ -356,8 +356,8 @@ def note(line):
 
 def evaluate_text(path):
     """Returns {'bits_per_byte', 'nats_per_token', 'perplexity', 'tokens', 'bytes'} of the text of a
-    file. Warns if the text names special tokens, because a data set has other tokens there, and if
-    it has rows, of which a data set has the texts only."""
+    file. Warns if the text spells special tokens, because a data set has other tokens there. Warns
+    if the file has rows, because a data set has only their texts."""
     content = texts[path]
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])

@@ -168,8 +168,8 @@ def describe_run(run, iteration):
 # the message at the end
 
 def report(path, description):
-    """Prints the names and sizes of the files that were written, and, for a folder, a command that
-    samples from it.
+    """Prints the names and sizes of the files that were written, and, for a folder with a
+    config.json, a command that samples from it.
 
     path: the new folder or file. description: the description of the model's tokenizer, see
     load_tokenizer; {} if the tokenizer is unknown."""

@@ -86,7 +86,7 @@ def create_controls(config: GPTConfig, sampling: Sampling) -> Controls:
 
 def stack_controls(rows: list[Controls | None]) -> Controls:
     """Returns the Controls of a batch. rows: the Controls of each row, all with the same n_vocab;
-    None for a row whose tokens nobody reads.
+    None for a free place.
 
     The result has every control, whatever the rows have, so that all batches share one program.
     where_any skips the costly controls that no row has."""
@@ -666,10 +666,10 @@ def prefill_pieces(params: dict, config: GPTConfig, cache: dict, tokens_BxT: np.
 
 
 class PrefixCache:
-    """Keeps the KV cache of one text between calls of generate_stream with the same model and a
-    batch of 1. A call computes only the tokens after the prefix that its text shares with the
-    cached text, as in a chat. A call with other parameters, another n_draft or another dtype of the
-    cache starts with an empty cache."""
+    """Keeps the KV cache of one text between Decoders of one row, of the same model. A Decoder
+    computes only the tokens after the prefix that its text shares with the cached text, as in a
+    chat. A Decoder with other parameters, another n_draft or another dtype of the cache starts with
+    an empty cache."""
 
     def __init__(self):
         self.params: list[weakref.ref] = []  # those that have computed the cache
@@ -863,7 +863,7 @@ def start_rows(params: dict, config: GPTConfig, prompts: Prompts, sampling: Samp
     if prefix_cache is not None and B != 1:
         raise UserError(f'a prefix cache is for one row, not {B}')
     most = min(MAX_DRAFT, config.block_size - 1)
-    if sampling.n_draft and not 0 <= sampling.n_draft <= most:
+    if not 0 <= sampling.n_draft <= most:
         raise UserError(f'n_draft must be between 0 (no speculation) and {most}, not '
                         f'{sampling.n_draft}')
 
@@ -1276,8 +1276,8 @@ def filled(rows: list, most: int) -> list:
 
 
 def round_up_slots(n: int) -> int:
-    """Returns a number of slots of a KV cache: the first of 512, 2048, 8192, ... that is at least
-    n."""
+    """Returns a size for a KV cache or a token buffer: the first of 512, 2048, 8192, ... that is at
+    least n."""
     n_slots = 512
     while n_slots < n:
         n_slots *= 4

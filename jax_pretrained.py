@@ -871,7 +871,8 @@ def assemble_parameter(parts, shape, dtype):
         dtype = np.float32
     elif dtype == 'stored':
         dtype = common_dtype(tensor for _, tensor in parts)
-    # a kernel [out, in] on disk has the same order in memory: a transposing copy takes longer
+    # if the file stores [out, in], the array does, too, and the parameter is a transposed view:
+    # this avoids a slow copy
     is_transposed = len(shape) == 2 and all(tensor_map.transpose for tensor_map, _ in parts)
     if is_transposed:
         array = aligned_empty(shape[::-1], dtype).T

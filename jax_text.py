@@ -62,9 +62,9 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
 
     Raises UserError for a source that is missing or damaged, and for options that do not fit the
     source or the devices."""
-    # the first tensor * expert devices
     devices, dtype, reason = setup_jax_environment(device, dtype)
     clock = Stopwatch()
+    # the first tensor * expert devices
     n_devices = tensor * expert
     if not 1 <= n_devices <= len(devices):
         raise UserError(f'tensor={tensor} x expert={expert} needs {n_devices} devices, and there '
@@ -422,20 +422,20 @@ class TextModel:
 
         The tokens are encode(text), as for generate. Raises UserError if the model is on several
         devices, or the text is longer than the model's context."""
-        from jax_run.inside import look_inside  # what writes texts needs none of it
+        from jax_run.inside import look_inside  # here, because generating does not need it
         return look_inside(self, self.encode(text), 'logits')
 
     def hidden_states(self, text: str) -> np.ndarray:
         """Returns the input of the first layer and the output of each layer, float32 [n_layer + 1,
         T, D]. The output of the last layer is taken after the final norm, as in transformers'
         output_hidden_states. `text` and the errors are as in logits()."""
-        from jax_run.inside import look_inside  # what writes texts needs none of it
+        from jax_run.inside import look_inside  # here, because generating does not need it
         return look_inside(self, self.encode(text), 'hidden_states')
 
     def attention(self, text: str) -> np.ndarray:
         """Returns the attention probabilities of each head, float32 [n_layer, H, T (queries), T
         (keys)], as transformers' output_attentions. `text` and the errors are as in logits()."""
-        from jax_run.inside import look_inside  # what writes texts needs none of it
+        from jax_run.inside import look_inside  # here, because generating does not need it
         return look_inside(self, self.encode(text), 'attention')
 
     def encode_document(self, text: str) -> list[int]:

@@ -47,9 +47,9 @@ ECHO_ROWS = 4  # rows of a request with echo that are scored at a time
 ROWS = 64  # of one request, prompts times n, at most
 SILENCE = 5  # seconds after which a connection without a request is closed: it takes a place
 PATIENCE = 30  # seconds without a byte of a request after which its client counts as gone
-PAUSE = 0.05  # seconds between two pieces of an answer, at least: to send one takes time, too
+PAUSE = 0.05  # seconds between two pieces of an answer, at least, because sending takes time
 WAITING = 15  # seconds after which a stream that waits says so: nginx ends a silent one after 60
-RETURN = 0.03  # seconds in which a client asks again after an answer, if it does so at once
+RETURN = 0.03  # seconds to wait for the next request of a client that has its answer
 LINGER = 1  # seconds without a byte from a client before its connection is closed
 
 # what the page may do: nothing but its own script and style, and requests to this server
@@ -186,11 +186,14 @@ def read_prompts(body, is_chat):
         raise Refusal(400, f'{name} is missing', name)
     if is_chat:
         return [prompt]
-    are_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
-    prompts = [prompt] if isinstance(prompt, str) or are_ids else prompt
+
+    def is_one(prompt):
+        is_ids = isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)
+        return isinstance(prompt, str) or is_ids
+
+    prompts = [prompt] if is_one(prompt) else prompt
     for each in prompts:
-        is_ids = isinstance(each, list) and each and all(type(token) is int for token in each)
-        if not isinstance(each, str) and not is_ids:
+        if not is_one(each):
             raise Refusal(400, 'prompt must be a text, token ids, or a list of either', 'prompt')
     if not prompts:
         raise Refusal(400, 'prompt is an empty list', 'prompt')
@@ -489,7 +492,7 @@ class Server(ThreadingHTTPServer):
             if job.echo:
                 yield from self.score(job, prompts)
                 return
-            number = 0  # of a sample; with a seed the first, as sample_jax.py makes it
+            number = 0  # index of the first sample; 0 with a seed, as in sample_jax.py
             if not job.has_seed:
                 number = self.n_answers
                 self.n_answers += job.n_rows
@@ -686,7 +689,7 @@ def count_tokens(generation, i):
     return int(generation.result.lengths[i])
 
 
-def describe_end(job, generation, i=0):
+def describe_end(job, generation, i):
     """Returns the End of row i of an answer: its text, its finish_reason, its numbers of tokens,
     and its log-probabilities if they are wanted. job: the answer's Job. generation: the answer's
     Generation."""

@@ -114,7 +114,6 @@ class Chat:
         context, and prints how many turns these are. Returns the remaining messages. A turn is a
         question and its answer; the last question always stays. The answer counts as max_new_tokens
         tokens, or half the context if that is less."""
-        # a turn is a question and its answer; the last question stays
         block_size = self.model.config.block_size
         room = block_size - min(self.sampling.max_new_tokens, block_size // 2)
 

@@ -339,7 +339,7 @@ def exit_at_signals(is_said=False):
     still uses, which could crash. is_said: whether to print a line on stderr before the exit."""
     def answer(signum):
         if is_said:
-            warn(f'stopping: there is nothing to save; {signal_name(signum)} again ends at once')
+            warn(f'stopped by {signal_name(signum)}: there is nothing to save')
         os._exit(128 + signum)
 
     hear_signals(answer, lambda *_: None)

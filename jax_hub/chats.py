@@ -169,8 +169,8 @@ def map_arguments(message, function):
 
 
 def mark_arguments(arguments):
-    """Returns the arguments of a call with one more, MARK. Arguments that are no object, or an
-    empty one, stay as they are."""
+    """Returns the arguments of a call with one more, MARK. Arguments that are empty or no object
+    stay unchanged."""
     return {**arguments, MARK: MARK} if isinstance(arguments, dict) and arguments else arguments
 
 
@@ -222,7 +222,7 @@ def within_limits(function, *args, **options):
     try:
         with time_limit(SECONDS):
             return function(*args, **options)
-    except (Exception, MemoryError) as error:  # a template is a program
+    except Exception as error:  # a template is a program
         kind = type(error).__name__
         verdict = 'refuses' if kind == 'TemplateError' else f'fails: {kind}'  # raise_exception
         raise UserError(f"the model's chat template {verdict}: {error!s:.300}") from None
@@ -488,7 +488,7 @@ def find_answer(tokenizer, chat, i, text):
     n_shared = len(os.path.commonprefix([after, around_last[-1]]))
     is_whole = n_shared == len(around_last[-1])
 
-    # what differs begins with a special token, if only the end of the chat is another
+    # without later messages, the text behind the calls may differ: from a special token on
     if has_calls:
         n_shared, is_special = find_difference(tokenizer, around_last[-1], n_shared)
         if not is_special:

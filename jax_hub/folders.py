@@ -22,10 +22,8 @@ WEIGHT_FILES = (
     'model.safetensors', 'model.safetensors.index.json',
     'pytorch_model.bin', 'pytorch_model.bin.index.json')
 
-# The files of a model to download; the second line is its tokenizer.
-HUB_FILES = (
-    '*.json', '*.safetensors', '*.jinja',
-    'merges.txt', '*.model')
+# The files of a model to download.
+HUB_FILES = ('*.json', '*.safetensors', '*.jinja', 'merges.txt', '*.model')
 # The files of a model without safetensors.
 HUB_FILES_OF_TORCH = (*HUB_FILES, 'pytorch_model*.bin')
 
@@ -87,9 +85,9 @@ class Collected(logging.Handler):
 def import_transformers():
     """Returns the package transformers, with all its messages silenced except in telling_warnings.
 
-    If PyTorch is installed, transformers imports it, which takes seconds. Therefore no other
-    function imports transformers, and this one is called only to read or write a folder that needs
-    transformers. Raises UserError if transformers is not installed."""
+    If PyTorch is installed, transformers imports it, which takes seconds. Therefore this function
+    is called only to read or write a folder that needs transformers. (render_marked of chats.py
+    imports it, too, and runs after this one.) Raises UserError if transformers is not installed."""
     os.environ.setdefault('TRANSFORMERS_VERBOSITY', 'critical')
     try:
         import transformers

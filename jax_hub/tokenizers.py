@@ -34,8 +34,8 @@ def import_chats():
 
 
 class CharTokenizer:
-    """A tokenizer with a token per character. The other classes have the same attributes and
-    methods."""
+    """A tokenizer with a token per character. The other classes have the same methods, and the
+    attributes below."""
     stop_tokens = ()  # ids that end a text
     stop_texts = ()  # texts that end a text
     # put before a text that is scored: the token that begins a document, else the one that ends it
@@ -152,7 +152,7 @@ class HFTokenizer:
         - stop_tokens: all end tokens of both sources.
         - special_ids: the tokens that decoding leaves out.
 
-        configs: the contents of generation_config.json and config.json. size: the number of rows of
+        configs: the contents of generation_config.json, config.json and its text_config. size: the number of rows of
         the model's embedding."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]

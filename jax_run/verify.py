@@ -295,8 +295,8 @@ def train_again(run, layout, interval, state, step, make_batch, evaluate, record
 
 
 def compare_states(state, kept):
-    """Compares two TrainStates bit for bit. Returns a text that says how many arrays differ, and
-    which is the first and by how much it differs. Returns '' if all bits are the same."""
+    """Compares two TrainStates bit for bit. Returns a text with the number of arrays that differ,
+    the first of them, and its largest difference. Returns '' if all bits are the same."""
     ours, theirs = (
         jax.tree_util.tree_leaves_with_path({**s.weight_sets(), **opt_state_item(s)})
         for s in (state, kept))

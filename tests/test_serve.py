@@ -877,7 +877,7 @@ def test_ctrl_c_ends_the_server_with_one_line(finished, is_busy):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
-    assert err == 'stopping: there is nothing to save; Ctrl-C again ends at once\n'
+    assert err == 'stopped by Ctrl-C: there is nothing to save\n'
 
 
 @pytest.mark.slow
