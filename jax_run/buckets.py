@@ -290,7 +290,7 @@ class BucketRun:
         objects = self.folder.list()
         shutil.rmtree(self.files / 'ckpt', ignore_errors=True)
         for name, details in objects.items():
-            step, in_step = split_checkpoint(name)
+            step, in_step = split_object(name)
             if step:
                 is_wanted = f'ckpt/{step}/{COMMITTED}' in objects and in_step in SMALL
             elif self.lease:
@@ -321,7 +321,7 @@ class BucketRun:
             there = {}
             for path in self.files.rglob('*'):
                 name = path.relative_to(self.files).as_posix()
-                if path.is_file() and '.tmp' not in name and not split_checkpoint(name)[0]:
+                if path.is_file() and '.tmp' not in name and not split_object(name)[0]:
                     there[name] = file_state(path)
                     if there[name] != self.uploaded.get(name):
                         self.folder.files.put_file(str(path), f'{self.folder.path}/{name}')
@@ -365,7 +365,7 @@ class BucketRun:
         objects = self.folder.list()
         sums = {}
         for name, details in objects.items():
-            step, in_step = split_checkpoint(name)
+            step, in_step = split_object(name)
             is_committed = f'ckpt/{step}/{COMMITTED}' in objects
             if step.isdecimal() and '/' in in_step and not is_committed:
                 sums.setdefault(step, {})[in_step] = checksum(details)
@@ -389,7 +389,7 @@ class BucketRun:
         self.refresh()
 
 
-def split_checkpoint(name):
+def split_object(name):
     """Splits the name of an object into (checkpoint; name in the checkpoint). For example,
     'ckpt/100/meta/metadata' gives ('100', 'meta/metadata'). A name outside of ckpt/, such as
     'config.json', gives ('', 'config.json')."""

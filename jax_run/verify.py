@@ -18,6 +18,7 @@ from jax_run.log import flat_losses, read_metrics
 from jax_run.manifest import (
     WITHOUT_EFFECT, describe_file, find_change, find_changed, find_machine, list_changes,
     make_manifest)
+from jax_run.minutes import first_batch
 from jax_run.restore import restore_run
 from jax_run.start import schedule_end, start_state, with_schedule
 
@@ -106,7 +107,7 @@ def verify_run(run, data, program, make_batch, evaluate):
     for interval in chosen:
         state, _ = start_state(run_at(run, folder, interval.first), program)
         if step is None:
-            step = program.step.lower(state, first_batch(make_batch, interval)).compile()
+            step = program.step.lower(state, first_batch(make_batch, interval.first)).compile()
         state, differing, n_compared = train_again(
             run, program.layout, interval, state, step, make_batch, evaluate, records)
         kept, _ = start_state(run_at(run, folder, interval.last), program)
@@ -187,18 +188,6 @@ def describe_seconds(intervals, records):
         return f'{n:,} iterations'
     seconds = n * statistics.median(times) / 1000
     return f'{n:,} iterations, which took about {seconds:,.0f} s by its log'
-
-
-def first_batch(make_batch, interval):
-    """Returns the first batch with a token that counts. The caller compiles the training step for
-    the shapes of this batch. make_batch(iteration): returns a batch, or None if none of its tokens
-    counts. interval: an Interval, the iterations to look at. Raises UserError if no token
-    counts."""
-    for i in range(interval.first, interval.last):
-        batch = make_batch(i)
-        if batch is not None:
-            return batch
-    raise UserError(f'no token of {interval} counts in the loss')
 
 
 # -----------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def test_the_files_that_a_run_goes_through_are_printed(tmp_path):
     assert_way(*way, at_most=(24, 259, 60_400), goal=(20, 200, 62_000))
     way = ['a sample of four tokens', *trace(
         'sample_jax.py', out, '--device=cpu', '--max_new_tokens=4', '--num_samples=1', '--start=ABC')]
-    assert_way(*way, at_most=(21, 209, 54_000), goal=(18, 165, 54_000))
+    assert_way(*way, at_most=(21, 210, 54_000), goal=(18, 165, 54_000))
 
 
 def assert_way(name, *found, at_most, goal):
