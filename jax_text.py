@@ -346,7 +346,8 @@ class TextModel:
                             f'of TextSampling, not {sorted(unknown)}')
         first_sample = request.get('first_sample', 0)
         if not isinstance(first_sample, (int, np.integer)):
-            raise UserError(f'request {number}: first_sample must be a number, not {first_sample!r}')
+            raise UserError(
+                f'request {number}: first_sample must be a number, not {first_sample!r}')
         changes = {name: request[name] for name in names if name in request}
         prompt = request['prompt']
         generation = self.continue_prompts(

@@ -140,7 +140,8 @@ def read_prompt(path, number, line, chat):
         prompt = prompt.get('prompt')
     if not isinstance(prompt, str) or not prompt:
         hint = '; "messages" need --chat=True' if messages else ''
-        raise UserError(f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}' + hint)
+        raise UserError(
+            f'{path}, line {number}: neither "a text" nor {{"prompt": "a text"}}{hint}')
     return prompt
 
 

@@ -135,7 +135,7 @@ from jax_run.start import NO_LOSS, check_fits, open_program, open_run, start_sta
 from jax_train_utils import count_frozen, dpo, estimate_losses, language_model, split_batch
 from jax_transformer import count_params, estimate_mfu
 
-# settings that JAX reads when it starts; a resumed run takes --deterministic from its config.json, too
+# settings that JAX reads when it starts; a resumed run has --deterministic in its config.json
 files = run_folder(flags['out_dir']).files  # out_dir itself, or for a bucket a copy on this disk
 configure_process(flags['device'], flags['deterministic'], flags['init_from'], files)
 clock = Stopwatch(started)

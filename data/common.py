@@ -105,8 +105,8 @@ def download(url, path):
 # tokenizers
 
 TOKENIZER_HELP = ("char: a token per character; gpt2: GPT-2's BPE; bpe:4096: a BPE of 4,096 "
-                  'tokens, learned from the train part; a Hugging Face folder or owner/name, a run or '
-                  'a data set: its tokens')
+                  'tokens, learned from the train part; a Hugging Face folder or owner/name, a '
+                  'run or a data set: its tokens')
 END = '<|endoftext|>'
 
 

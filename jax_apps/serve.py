@@ -2,8 +2,8 @@
 
 There are two kinds of threads. Each connection has a thread, in which a Handler reads the request,
 puts the request into the queue as a Job, and writes the answer. The main thread has the model and
-makes the answers (Server.run). It puts the pieces of an answer into the queue of its Job, and checks before
-each piece whether the client is still connected.
+makes the answers (Server.run). It puts the pieces of an answer into the queue of its Job, and
+checks before each piece whether the client is still connected.
 
 Answers take turns: in each turn, one answer gets its next chunk of tokens. Requests for one answer
 (one prompt, n=1) share a batch, in which each answer is a row (batching.py). If a row needs tokens

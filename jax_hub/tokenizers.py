@@ -152,8 +152,8 @@ class HFTokenizer:
         - stop_tokens: all end tokens of both sources.
         - special_ids: the tokens that decoding leaves out.
 
-        configs: the contents of generation_config.json, config.json and its text_config. size: the number of rows of
-        the model's embedding."""
+        configs: the contents of generation_config.json, config.json and its text_config. size: the
+        number of rows of the model's embedding."""
         begin, end = (self.ids.get(self.special.get(name)) for name in ('bos_token', 'eos_token'))
         begin_ids = [id for config in configs for id in as_list(config.get('bos_token_id'))]
         end_ids = [*as_list(end), *(

@@ -535,8 +535,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         best, *others = steps
         steps = [best, *sorted(others, reverse=True)]
 
-    # Take the first that is intact. If there is none, take the first that has only lost its checksums,
-    # as in a copy that lacks all of these small files.
+    # Take the first that is intact. If there is none, take the first that has only lost its
+    # checksums, as in a copy that lacks all of these small files.
     problems = []
     for is_checked, step in itertools.product((True, False), steps):
         if not is_checked and has_checksums(folder / str(step)):

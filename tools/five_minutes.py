@@ -144,7 +144,8 @@ def check(row, flags, has_all):
             for line in list_changes(changed, 'the row'):
                 print(line)
         of_row, here = [
-            [{name: file['samples'] for name, file in data['files'].items()} for data in one['data']]
+            [{name: file['samples'] for name, file in data['files'].items()}
+             for data in one['data']]
             for one in (known, manifest)]
         if of_row != here:
             raise UserError(f"{row['config']}: the data are not those of the row")
