@@ -9,6 +9,7 @@ from tests.common import ROOT
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_notebook_runs_and_shows_curves_texts_and_an_export(speaking, tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip('nbformat'), pytest.importorskip('nbclient')
     pytest.importorskip('ipykernel')

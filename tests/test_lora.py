@@ -305,7 +305,7 @@ def test_lora_with_muon_is_refused(data, base, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('quantize', ['', 'int8'])
+@pytest.mark.parametrize('quantize', ['', long('int8')])
 def test_a_killed_run_goes_on_with_the_same_bits_and_exports_the_same_adapter(quantize, base, data, tmp_path):
     flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS, f'--quantize={quantize}', '--max_iters=60',
              '--eval_interval=20', '--save_interval=7', '--dropout=0.1']

@@ -187,7 +187,7 @@ FEATURES = {
 
 
 @pytest.mark.parametrize('features, layout', [
-    slow('window and chunk with remat', (8, 1, 1, 1, 8)),
+    long('window and chunk with remat', (8, 1, 1, 1, 8)),
     ('latent attention and experts', (8, 1, 2, 2, 2))])
 def test_a_sequence_sharded_over_devices_learns_as_on_one(features, layout):
     config = dataclasses.replace(CONTEXT, **FEATURES[features])

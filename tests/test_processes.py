@@ -503,6 +503,7 @@ def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(finished):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_file_of_samples_of_several_processes_is_continued_by_one(finished, tmp_path):
     out, path = finished[0], tmp_path / 'a.jsonl'
     flags = ['--num_samples=3', '--max_new_tokens=12', '--start=the', '--device=cpu', '--tensor=2', '--batch_size=1',

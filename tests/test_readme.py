@@ -12,7 +12,7 @@ import pytest
 from jax_pretrained import save_pretrained
 from jax_transformer import GPTConfig
 from tests import common
-from tests.common import ROOT, edit_json, prepare, random_params, run_script, succeeded
+from tests.common import ROOT, edit_json, long, prepare, random_params, run_script, succeeded
 
 NEEDS_NETWORK = {'data/openwebtext/prepare.py'}
 TEMPLATE = ('{% for m in messages %}{{ m.content }}{% if m.role == "assistant" %}<|endoftext|>{% endif %}{% endfor %}')
@@ -122,7 +122,7 @@ def clone(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('document', ['README.md', 'docs/tutorials.md'])
+@pytest.mark.parametrize('document', ['README.md', long('docs/tutorials.md')])
 def test_every_command_of_a_document_runs_in_its_order(document, clone, monkeypatch):
     monkeypatch.chdir(clone)
     monkeypatch.setattr(common, 'ROOT', clone)
