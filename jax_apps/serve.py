@@ -730,7 +730,8 @@ def describe_logprobs(job, generation, i, end):
     """Returns the log-probabilities of the tokens of one answer, in OpenAI's form. The answer is
     row i of `generation`, without the prompt. The texts of the tokens add up to the generated text
     of this row. (The text of a chat's answer may be only a part of it, see final_answer.) A
-    character made of several tokens belongs to the text of the last of these tokens.
+    character made of several tokens belongs to the text of the last of these tokens, and so does an
+    incomplete character at the end.
 
     job: the Job. generation: the Generation of the job. end: the number of tokens of row i up to
     the end of the answer, including the tokens of the prompt."""
@@ -739,11 +740,15 @@ def describe_logprobs(job, generation, i, end):
     logprobs = generation.result.logprobs[i, n_prompt:end].tolist()
     text = generation.texts[i][len(generation.prompt_texts[i]):]
 
-    # where each token begins in the text; decoded together with the prompt's last token, because
-    # the first new token may need a space in front
+    # where each token begins in the text; decoded together with the prompt's last character,
+    # because the first new token may need a space in front
     decode = generation.model.tokenizer.decode
-    _, *ends = find_ends(decode, tokens[n_prompt - 1:end])
+    first = n_prompt - 1
+    while first > 0 and decode(tokens[first:n_prompt]).startswith('\ufffd'):
+        first -= 1
+    ends = find_ends(decode, tokens[first:end])[n_prompt - first:]
     starts = [length - ends[0] for length in ends]
+    starts[-1] = len(text)
     texts = [text[start:stop] for start, stop in itertools.pairwise(starts)]
     if not job.is_chat:
         return {'tokens': texts, 'token_logprobs': logprobs, 'text_offset': starts[:-1],

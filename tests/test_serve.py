@@ -25,7 +25,7 @@ import jax_text
 from jax_flags import TextSampling
 from jax_generate import Decoder
 from jax_hub.chats import SECONDS
-from jax_apps.serve import BODY_BYTES, Server, find_ends
+from jax_apps.serve import BODY_BYTES, Server, describe_logprobs, find_ends
 from jax_text import Generation, load
 from tests.common import (
     GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, long, random_request, run_script, sample,
@@ -531,6 +531,28 @@ def test_the_offset_of_a_character_of_several_tokens_is_that_of_its_last():
             return '\ufffd' * len(ids)
 
     assert find_ends(decode_strictly, list('h\u00e9\u00e9\U0001f600'.encode())) == [0, 1, 1, 2, 2, 3, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize('prompt', ['Hi', 'Hi \U0001f603', '\u0e44'])
+def test_log_probabilities_have_the_texts_of_their_tokens_behind_any_prompt(prompt):
+    smiles = '\U0001f604', '\U0001f60e'
+    n_prompt = len(prompt.encode())
+    tokens = list((prompt + ''.join(smiles) + 'ab').encode())
+
+    def described(end):
+        ids = tokens[:end]
+        generation = types.SimpleNamespace(
+            lengths=[n_prompt], prompt_texts=[prompt], texts=[bytes(ids).decode('utf-8', 'replace')],
+            model=types.SimpleNamespace(tokenizer=types.SimpleNamespace(
+                decode=lambda ids: bytes(ids).decode('utf-8', 'replace'))),
+            result=types.SimpleNamespace(tokens=np.array([ids]), logprobs=np.zeros((1, end))))
+        return describe_logprobs(types.SimpleNamespace(is_chat=False), generation, 0, end)
+
+    found = described(len(tokens))
+    assert found['tokens'] == ['', '', '', smiles[0], '', '', '', smiles[1], 'a', 'b']
+    assert found['text_offset'] == [0, 0, 0, 0, 1, 1, 1, 1, 2, 3]
+    # cut inside of the second character
+    assert described(n_prompt + 6)['tokens'] == ['', '', '', smiles[0], '', '\ufffd']
 
 
 def test_another_answer_begins_while_the_prompts_of_an_echo_are_scored(of_run, monkeypatch):
