@@ -13,6 +13,7 @@ import zlib
 from jax_flags import UserError, parse_json
 
 ROW_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.parquet')
+TABLE_ENDINGS = ('.csv', '.tsv')
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
 PACKED_ENDINGS = (*OPENERS, '.zst')  # pyarrow reads .zst
 
@@ -76,7 +77,7 @@ def read_rows(path, columns=None):
     read."""
     if ending(path) == '.parquet':
         yield from numbered('row', read_parquet(path, columns))
-    elif ending(path) in ('.csv', '.tsv'):
+    elif ending(path) in TABLE_ENDINGS:
         yield from numbered('row', read_table(path))
     else:
         yield from read_json_rows(path)

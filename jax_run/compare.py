@@ -116,8 +116,8 @@ def read_log(files):
         if record.get('val_loss') is not None:
             evaluations.append(record)
 
-    if evaluations:
-        n_after = max(0, evaluations[-1]['iter'] - iterations[-1])
+    n_after = evaluations[-1]['iter'] - iterations[-1] if evaluations else 0
+    if n_after > 0:
         seconds.append(seconds[-1] + each * n_after)
         iterations.append(iterations[-1] + n_after)
     return evaluations, iterations, seconds, speeds

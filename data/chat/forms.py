@@ -281,10 +281,12 @@ def read_question(row, name):
     if name in LISTS or not isinstance(asked, str):
         return with_system(row, read_turns(asked, name))
     for key in INPUTS:
-        if row.get(key) and not isinstance(row[key], str):
+        text = row.get(key)
+        if not text:
+            continue
+        if not isinstance(text, str):
             raise UserError(f'has "{key}", which is no text: put it into "messages"')
-        if row.get(key):
-            asked = f'{asked}\n{row[key]}'
+        asked = f'{asked}\n{text}'
     return with_system(row, [{'role': 'user', 'content': asked}])
 
 

@@ -215,7 +215,7 @@ class Maker:
                 place = self.random.randrange(len(words) + 1)
                 last = '_'.join([*words[:place], self.random.choice(NOUNS), *words[place:]])
             elif way == 2:
-                last = self.two_words(attempt // 200)
+                last = self.verb_and_nouns(1 + attempt // 200)
             elif way == 3:
                 parent = self.random.choice(NOUNS) + self.random.choice(ENDINGS + NOUNS)
             name = f'{parent}.{last}'.strip('.')
@@ -229,10 +229,10 @@ class Maker:
         self.invented.add(name)
         return not is_known
 
-    def two_words(self, n_more=0):
-        """Returns a verb and a noun, such as fetch_mail, and n_more nouns behind them."""
+    def verb_and_nouns(self, n_nouns):
+        """Returns a verb and n_nouns nouns, such as fetch_mail with one noun."""
         verb = self.random.choice(VERBS)
-        return '_'.join([verb, *(self.random.choice(NOUNS) for _ in range(1 + n_more))])
+        return '_'.join([verb, *(self.random.choice(NOUNS) for _ in range(n_nouns))])
 
     def invent_beside(self, named):
         """Invents a name in the same module as `named`, such as os.path.fetch_mail for
@@ -240,8 +240,8 @@ class Maker:
         for attempt in itertools.count():
             if attempt < 100:
                 last = self.random.choice(self.lasts)
-            else:  # with more and more words, because two may all be taken
-                last = self.two_words(attempt // 200)
+            else:  # with more and more nouns, because all names with one may be taken
+                last = self.verb_and_nouns(1 + attempt // 200)
             if self.register(f'{named.parent}.{last}'):
                 return last
 

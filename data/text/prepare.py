@@ -20,7 +20,7 @@ from common import (
     TOKENIZER_HELP, choose_vocabulary, create_encoder, create_parser, cut, fail, finish_data_set,
     join, locked_folder, positive)
 from jax_flags import digest, read_json, whole_characters, write_json
-from reading import PACKED_ENDINGS, ROW_ENDINGS, ending, read_blocks, read_rows
+from reading import PACKED_ENDINGS, ROW_ENDINGS, TABLE_ENDINGS, ending, read_blocks, read_rows
 
 import numpy as np
 from tqdm import tqdm
@@ -130,7 +130,7 @@ class Texts:
                 fail(f'{path}, {where} has no {self.key!r}, only {", ".join(row):.200}; name what '
                      f'is the text with --key{as_it_is}')
             # read_rows gives a list for a row of a table with another number of fields
-            is_ragged = isinstance(row, list) and ending(path) in ('.csv', '.tsv')
+            is_ragged = isinstance(row, list) and ending(path) in TABLE_ENDINGS
             reason = RAGGED if is_ragged else f'no text under {self.key!r}'
             if self.strict:
                 fail(f'{path}, {where} has {reason}; mend it, or leave out --strict')
