@@ -505,6 +505,22 @@ def test_echo_has_the_log_probabilities_of_the_prompts_and_the_likeliest_tokens(
     assert status == 400 and json.loads(text)['error']['param'] == 'echo'
 
 
+def test_echo_without_new_tokens_scores_the_prompts_alone(of_run):
+    options = dict(prompt=['the fox', 'a'], echo=True, logprobs=1, temperature=0)
+    longer = complete(of_run, **options, max_tokens=1).choices
+    answer = complete(of_run, **options, max_tokens=0)
+    assert [choice.text for choice in answer.choices] == options['prompt']
+    assert answer.usage.completion_tokens == 0 and answer.usage.prompt_tokens == len('the foxa')
+    for choice, other in zip(answer.choices, longer):
+        assert choice.finish_reason == 'length'
+        assert choice.logprobs.tokens == other.logprobs.tokens[:-1] == list(choice.text)
+        assert choice.logprobs.text_offset == list(range(len(choice.text)))
+        np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], other.logprobs.token_logprobs[1:-1], atol=1e-5)
+        assert len(choice.logprobs.top_logprobs) == len(choice.text)
+    status, text = post(of_run, {**options, 'max_tokens': -1})
+    assert status == 400 and json.loads(text)['error']['param'] == 'max_tokens'
+
+
 def test_echo_has_no_tokens_after_a_stop_text(of_run):
     options = dict(prompt='the fox', max_tokens=30, temperature=0)
     whole, = complete(of_run, **options).choices
