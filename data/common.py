@@ -495,6 +495,9 @@ def finish_data_set(folder, vocabulary, lengths=None, block_size=0, files=None, 
     if n_unknown:
         print(f'{n_unknown:,} tokens stand for characters that the tokenizer does not know, which '
               'are lost')
+    if can_drop_characters(vocabulary):
+        print('the tokenizer leaves out characters that it does not know, and nobody counts them: '
+              'give it an "unk_token", or use one of bytes')
     return sizes
 
 
@@ -578,6 +581,18 @@ def unknown_token(vocabulary):
         unknown = tokenizer.token_to_id(model['unk_token'])
     # GPT-2's is also the token that ends a document
     return None if unknown in vocabulary.begin + vocabulary.end else unknown
+
+
+def can_drop_characters(vocabulary):
+    """Returns whether the tokenizer leaves out characters that it does not know: a BPE model that
+    has neither a token for them nor tokens of bytes."""
+    if vocabulary.tokenizer['kind'] != 'folder':
+        return False
+    content = json.loads(vocabulary.files['tokenizer.json'])
+    model = content['model']
+    has_bytes = model.get('byte_fallback') or 'ByteLevel' in str(
+        [content.get('normalizer'), content.get('pre_tokenizer')])
+    return 'merges' in model and not model.get('unk_token') and not has_bytes
 
 
 class Counted(NamedTuple):

@@ -452,6 +452,20 @@ def test_characters_that_a_tokenizer_does_not_know_are_counted(tmp_path, env, mo
     assert '20 tokens stand for characters that the tokenizer does not know, which are lost' in said
 
 
+@pytest.mark.parametrize('options, words, is_said', [
+    ({}, pre_tokenizers.Whitespace(), True), ({}, pre_tokenizers.ByteLevel(), False),
+    ({'unk_token': '[UNK]'}, pre_tokenizers.Whitespace(), False),
+    ({'byte_fallback': True}, pre_tokenizers.Whitespace(), False)])
+def test_a_tokenizer_that_can_leave_out_characters_is_named(tmp_path, env, options, words, is_said):
+    tokenizer = Tokenizer(models.BPE({'[UNK]': 0, 'a': 1, 'b': 2, '</s>': 3}, [], **options))
+    tokenizer.pre_tokenizer = words
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'tokenizer_config.json').write_text('{"eos_token": "</s>"}')
+    said = prepare('text', text_file(tmp_path, 'abab' * 20), '--tokenizer', tmp_path, '--out_dir', tmp_path / 'out',
+                   env=env)
+    assert ('leaves out characters' in said) == is_said
+
+
 def test_a_file_that_is_named_twice_is_read_once(tmp_path, env):
     folder = tmp_path / 'in'
     folder.mkdir()
