@@ -177,10 +177,12 @@ def flatten(manifest):
 
 
 def find_machine(manifest):
-    """Returns a text on the machine of a manifest: the kind of device and the features of the
-    CPU."""
+    """Returns a text on the machine of a manifest: the number and kind of its devices, and the
+    features of the CPU. Runs have the same bits only on the same machine: sums over other devices
+    have another order."""
     devices = manifest['devices']
-    return ' '.join(filter(None, [devices['kind'], devices.get('cpu', '')]))
+    kind = f"{devices['number']} x {devices['kind']}"
+    return ' '.join(filter(None, [kind, devices.get('cpu', '')]))
 
 
 def find_cpu(device):

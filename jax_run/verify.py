@@ -22,8 +22,8 @@ from jax_run.minutes import first_batch
 from jax_run.restore import restore_run
 from jax_run.start import schedule_end, start_state, with_schedule
 
-# The largest difference of losses that is accepted on another kind of machine. It is some ten times
-# what was measured over 200 iterations, because it grows with them (docs/runs.md, Verify).
+# The largest difference of losses that is accepted on another machine (see find_machine). It is some
+# ten times what was measured over 200 iterations, because it grows with them (docs/runs.md, Verify).
 BOUND = 0.02
 
 
@@ -82,8 +82,8 @@ def verify_run(run, data, program, make_batch, evaluate):
     run: the Run, opened with --init_from=resume. data, program: what open_data and open_program
     return. make_batch, evaluate: functions of train_jax.py.
 
-    Returns the exit code: 1 if the data or an interval differ, else 0. On another kind of machine,
-    an interval counts as different only if a loss differs by more than BOUND. Raises UserError if
+    Returns the exit code: 1 if the data or an interval differ, else 0. On another machine, an
+    interval counts as different only if a loss differs by more than BOUND. Raises UserError if
     the run cannot be verified."""
     if jax.process_count() > 1:
         raise UserError('--verify is for one process')
@@ -198,7 +198,7 @@ class Differences(NamedTuple):
     """What differs between two manifests."""
     data: list  # texts on the data
     lines: list  # texts on everything, with those on the data
-    machine: str  # '' if it is the same kind of machine
+    machine: str  # '' if it is the same, see find_machine
 
 
 def find_differences(known, now, data):
@@ -314,12 +314,12 @@ def digest_weights(out_dir):
 
 def describe(interval, found, is_near):
     """Returns the line to print on an Interval. found: the Found of this interval. is_near: True if
-    the machine is of another kind and the losses differ by at most BOUND. Differences are then
+    the machine is another one and the losses differ by at most BOUND. Differences are then
     accepted."""
     if not found.weights and not found.logged:
         return f'{interval}: the same bits'
     if is_near:
-        return (f'{interval}: another kind of machine, losses within {found.largest:.2g} (at most '
+        return (f'{interval}: another machine, losses within {found.largest:.2g} (at most '
                 f'{BOUND:g} is expected)')
     parts = [found.weights or 'the same weights, bit for bit']
     if found.logged:

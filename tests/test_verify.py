@@ -109,14 +109,21 @@ def test_what_another_kind_of_machine_may_differ_in(values, n_compared, is_accep
 
 
 @pytest.mark.parametrize('by, code, said', [
-    (0.01, 0, 'another kind of machine, losses within 0.01 (at most 0.02 is expected)'),
+    (0.01, 0, 'another machine, losses within 0.01 (at most 0.02 is expected)'),
     (0.03, 1, 'the same weights, bit for bit; 1 values of the log differ, first: loss of iteration 13 is ')])
 def test_another_kind_of_machine_has_losses_within_a_bound(by, code, said, run_copy):
     edit_log(run_copy, by)
     edit_manifest(run_copy, devices={'cpu': 'another one'})
     found, lines = verify(run_copy)
-    assert found == code and lines[1].startswith('machine: cpu another one in the run, cpu ')
+    assert found == code and lines[1].startswith('machine: 1 x cpu another one in the run, 1 x cpu ')
     assert lines[3].startswith(f'iterations 10 to 20: {said}')
+
+
+def test_another_number_of_devices_is_another_machine(run_copy):
+    code, lines = verify(run_copy, '--device=cpu')
+    assert code == 0
+    assert lines[1].startswith('machine: 1 x cpu') and f' in the run, {jax.device_count()} x cpu' in lines[1]
+    assert all('another machine, losses within' in line for line in lines[2:]) and len(lines) == 4
 
 
 @pytest.mark.parametrize('kinds, flags', [
