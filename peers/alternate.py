@@ -24,8 +24,12 @@ from jax_flags import UserError, start_script
 
 
 def tokens_per_sec(command, metric):
-    """What the command reports as `metric`, or else as tokens_per_sec. Raises UserError if it reports neither."""
-    run = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    """What the command reports as `metric`, or else as tokens_per_sec. Raises UserError if it reports neither, or
+    cannot be started."""
+    try:
+        run = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f'cannot start {command} ({error.strerror})') from None
     try:
         results = json.loads(run.stdout.splitlines()[-1])['results']
         return results[metric] if metric in results else results['tokens_per_sec']
@@ -53,6 +57,10 @@ def main():
     if not all('=' in program for program in args.programs):
         raise UserError('each program must be name=command')
     programs = dict(program.split('=', 1) for program in args.programs)
+    if len(programs) < len(args.programs):
+        raise UserError('two programs have the same name')
+    if args.rounds < 1:
+        raise UserError('rounds must be at least 1')
 
     import jax
     jax.config.update('jax_platforms', 'cpu')  # leaves a GPU's memory to the programs

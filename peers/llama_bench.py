@@ -10,6 +10,7 @@ $ python peers/llama_bench.py --program=build/bin/llama-bench --model=model-q8_0
 import argparse
 import json
 import os
+import shutil
 import subprocess
 
 parser = argparse.ArgumentParser()
@@ -22,6 +23,8 @@ parser.add_argument('--threads', type=int, default=os.cpu_count())
 parser.add_argument('--repeats', type=int, default=3)
 args = parser.parse_args()
 
+if shutil.which(args.program) is None:
+    parser.error(f'there is no program {args.program}')
 n_decoded = 0 if args.prompt_len else args.max_new_tokens
 command = [args.program, '-m', args.model, '-p', args.prompt_len, '-n', n_decoded, '-t', args.threads,
            '-r', args.repeats, '-o', 'json']

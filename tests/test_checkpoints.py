@@ -1,7 +1,6 @@
 """What is saved is complete or absent, and comes back as it was."""
 import dataclasses
 import errno
-import json
 import os
 import re
 import shutil
@@ -199,21 +198,6 @@ def test_a_checkpoint_of_an_earlier_version_without_checksums_is_read(three_chec
     assert choose_checkpoint(three_checkpoints)[0] == 3
 
 
-def edit_metadata(step, path, value):
-    """Sets a value of a checkpoint's metadata, by its path; its checksums are as if it had been written so."""
-    (step / 'checksums.json').write_text('{}')
-    file = step / 'meta' / 'metadata'
-    meta = json.loads(file.read_text())
-    place = meta
-    for name in path[:-1]:
-        place = place[name]
-    place[path[-1]] = value
-    file.write_text(json.dumps(meta))
-
-
-LORA = {'base': 'gpt2', 'rank': 8, 'alpha': 16.0, 'quantize': '', 'checksum': None}
-
-
 def test_a_checkpoint_that_has_lost_its_checksums_is_damaged(three_checkpoints, capsys):
     (three_checkpoints / 'ckpt' / '3' / 'checksums.json').unlink()
     assert choose_checkpoint(three_checkpoints)[0] == 2
@@ -362,7 +346,12 @@ def test_checkpoints_that_have_lost_their_checksums_only_are_resumed(three_check
 
 def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name(tmp_path, tiny_state, monkeypatch):
     synced = set()
-    monkeypatch.setattr('jax_run.checkpoints.sync', lambda path: synced.add(str(path)))
+
+    def record(path):
+        assert not (tmp_path / 'ckpt' / '1').exists()
+        synced.add(str(path))
+
+    monkeypatch.setattr('jax_run.checkpoints.sync', record)
     with open_checkpoints(tmp_path) as manager:
         save_checkpoint(manager, 1, tiny_state, META)
     step, = [path for path in (tmp_path / 'ckpt').iterdir() if path.is_dir()]

@@ -159,11 +159,20 @@ def test_every_function_of_the_code_index_is_in_a_file_that_its_row_names():
 
 
 def commands_of(document):
-    """The commands `python SCRIPT.py ...` in a document's blocks of sh: (script, the text behind it)."""
+    """The commands `python SCRIPT.py ...` in a document's blocks of sh, also those that are quoted arguments of other
+    commands: (script, the text behind it without what is quoted)."""
     _, blocks = split_code(document.read_text(encoding='utf-8'))
     for language, code in blocks:
-        if language == 'sh':
-            yield from re.findall(r'\bpython ([\w/]+\.py)\b([^\n#&|]*)', code.replace('\\\n', ' '))
+        lines = code.replace('\\\n', ' ') if language == 'sh' else ''
+        for text in (re.sub(r'"[^"\n]*"', '""', lines), *re.findall(r'"([^"\n]*)"', lines)):
+            yield from re.findall(r'\bpython ([\w/]+\.py)\b([^\n#&|]*)', text)
+
+
+def options_of(script):
+    """The names of the options that a script in a folder adds to its parser, itself or by a module beside it."""
+    shared = ROOT / 'data' / 'common.py' if script.startswith('data/') else ROOT / script
+    return {name for path in (ROOT / script, shared)
+            for name in re.findall(r"'--(\w+)'", path.read_text(encoding='utf-8'))}
 
 
 @pytest.mark.parametrize('document', DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -174,5 +183,5 @@ def test_every_command_of_a_document_names_scripts_configs_and_flags_that_exist(
         assert (ROOT / script).exists(), script
         for config in re.findall(r'config/\w+\.py', args):
             assert (ROOT / config).exists(), config
-        if '/' not in script:
-            assert {*re.findall(r'--(\w+)', args)} <= config_block(ROOT / script).keys(), (script, args)
+        known = config_block(ROOT / script).keys() if '/' not in script else options_of(script)
+        assert {*re.findall(r'--(\w+)', args)} <= known, (script, args)

@@ -243,7 +243,8 @@ def test_a_reader_that_goes_away_ends_a_script_quietly(options, times, end, then
 
 
 @pytest.mark.skipif(not os.path.exists('/dev/full'), reason='Linux only')
-def test_a_full_disk_behind_stdout_is_one_line():
+def test_a_full_disk_behind_stdout_is_one_line(monkeypatch):
+    monkeypatch.delenv('PYTHONUNBUFFERED', raising=False)
     for arguments in (['plot_jax.py', '--help'], ['-c', PRINTS.format(times=1, end='', then='print()')]):
         with open('/dev/full', 'w') as full:
             done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=full,

@@ -186,6 +186,10 @@ def test_a_manifest_holds_no_path_host_or_user(finished):
     assert str(ROOT) not in text and '/home' not in text and '/tmp' not in text
     assert manifest['sources'].keys() >= {'train_jax.py', 'jax_transformer.py', 'jax_run/sources.py'}
     assert manifest['versions'].keys() >= {'python', 'jax', 'jaxlib', 'flax', 'optax', 'numpy'}
+    assert manifest.keys() == {
+        'format', 'data', 'earlier_data', 'earlier', 'tokenizer', 'start', 'sources', 'commit', 'versions', 'settings',
+        'devices', 'flags', 'dtype', 'attention', 'experts'}
+    assert manifest['devices'].keys() == {'kind', 'cpu', 'number', 'processes'}
     assert (manifest['dtype'], manifest['attention']) == ('float32', 'xla')
     assert len(text) < 20_000
 

@@ -174,7 +174,10 @@ def check(row, flags, has_all):
 
 def read_seeds(text):
     """Returns the whole numbers in the flag --seeds, such as '1337,1338'."""
-    return [int(seed) for seed in text.split(',')]
+    try:
+        return [int(seed) for seed in text.split(',')]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text!r} is not numbers such as 1337,1338') from None
 
 
 def main():

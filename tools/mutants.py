@@ -80,8 +80,10 @@ MODULES = {
 def extract(folder, revision, *paths):
     """Writes files of a git revision into a folder: the files at or below `paths`, or all files if
     no paths are given."""
-    files = subprocess.run(['git', 'archive', revision, *paths], cwd=ROOT, check=True, capture_output=True).stdout
-    subprocess.run(['tar', '-x', '-C', folder], input=files, check=True)
+    done = subprocess.run(['git', 'archive', revision, *paths], cwd=ROOT, capture_output=True)
+    if done.returncode:
+        sys.exit(f'error: {done.stderr.decode().strip()}')
+    subprocess.run(['tar', '-x', '-C', folder], input=done.stdout, check=True)
 
 
 def passes(folder, names):
