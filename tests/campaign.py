@@ -19,7 +19,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -44,7 +43,7 @@ from jax_devices.layout import setup_distributed_training
 from jax_run.checkpoints import checkpoint_steps, checksum, choose_checkpoint, load_checkpoint
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from jax_transformer import GPTConfig
-from tests.common import TEXT, records_of, wait_for, write_dataset
+from tests.common import TEXT, free_port, records_of, wait_for, write_dataset
 
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--device=cpu',
          '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--warmup_iters=2',
@@ -187,10 +186,7 @@ def start_processes(folder, args, n_processes, devices):
     """Starts a training run of one or several processes."""
     if n_processes == 1:
         return [train(folder, *args, devices=devices)]
-    with socket.socket() as s:
-        s.bind(('127.0.0.1', 0))
-        port = s.getsockname()[1]
-    cluster = [f'--coordinator_address=127.0.0.1:{port}', f'--num_processes={n_processes}']
+    cluster = [f'--coordinator_address=127.0.0.1:{free_port()}', f'--num_processes={n_processes}']
     return [train(folder, *args, *cluster, f'--process_id={i}', devices=devices, name=f'.{i}')
             for i in range(n_processes)]
 
@@ -234,11 +230,14 @@ def write_text(folder):
     return folder
 
 
+# (name, processes, devices of each) of the runs that are killed
+LAYOUTS = (('1 device', 1, 1), ('8 virtual devices', 1, 8), ('2 processes', 2, 1))
+
+
 def kill_section(work, n_kills, only=''):
     dataset = write_text(work / 'data' / 'fox')
-    layouts = (('1 device', 1, 1), ('8 virtual devices', 1, 8), ('2 processes', 2, 1))
-    for i, (name, n_processes, devices) in enumerate(layouts):
-        n = n_kills // len(layouts) + (i < n_kills % len(layouts))
+    for i, (name, n_processes, devices) in enumerate(LAYOUTS):
+        n = n_kills // len(LAYOUTS) + (i < n_kills % len(LAYOUTS))
         if only in ('', name):
             kill_layout(work / f'kill-{n_processes}x{devices}', name, n, n_processes, devices,
                         [f'--dataset={dataset}', *LONG_RUN])
@@ -370,14 +369,17 @@ def main():
     parser.add_argument('--out', required=True, help='work folder, on a local disk')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--sections', default='kill,disk', help='which of these, in this order')
-    parser.add_argument('--layout', default='', help="'1 device', '8 virtual devices' or '2 processes'; all if empty")
+    parser.add_argument('--layout', default='', choices=['', *(name for name, *_ in LAYOUTS)], help='all if empty')
     parser.add_argument('--kills', type=int, default=100)
     parser.add_argument('--pages', type=int, default=1, help='pages of 4 kB between two sizes of a full disk')
     parser.add_argument('--unoptimized', action='store_true', help="switch XLA's optimizations off")
     flags = parser.parse_args()
     rng.seed(flags.seed)
     work = Path(flags.out).resolve()
-    for name in flags.sections.split(','):
+    sections = flags.sections.split(',')
+    if not {*sections} <= {'kill', 'disk'}:
+        parser.error(f'--sections={flags.sections}: the sections are kill and disk')
+    for name in sections:
         started = time.monotonic()
         if name == 'kill':
             kill_section(work / name, flags.kills, flags.layout)

@@ -29,11 +29,12 @@ from safetensors.numpy import load_file, save_file
 import jax_generate
 from jax_devices.layout import setup_distributed_training
 from jax_flags import TextSampling, UserError
+from jax_ops.decode_weights import convert_params_for_decoding
 from jax_run.checkpoints import choose_checkpoint, run_folder
 from jax_run.log import read_metrics
-from jax_text import Generation
+from jax_text import Generation, load
 from jax_train_utils import create_train_state, language_model, make_train_step
-from jax_transformer import GPT, GPTConfig
+from jax_transformer import GPT, GPTConfig, MLAConfig, MoEConfig
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / 'tests' / 'golden'
@@ -43,6 +44,11 @@ TEXT = 'the quick brown fox jumps over the lazy dog and runs away\n'
 MODEL = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16']
 SHORT = ['--batch_size=4', '--gradient_accumulation_steps=2', '--dropout=0.1', '--learning_rate=1e-2', '--max_iters=20',
          '--lr_decay_iters=20', '--warmup_iters=2', '--eval_interval=10', '--eval_iters=2', '--device=cpu:0']
+MODELS = {
+    'learned positions': TINY,
+    'windows': dataclasses.replace(TINY, position='rope', layer_types=('window', 'full'), window=5, n_kv_head=1),
+    'experts': dataclasses.replace(TINY, position='rope', mlp='swiglu', moe=MoEConfig(n_expert=4, n_used=2, width=24)),
+    'latent attention': dataclasses.replace(TINY, position='rope', mla=MLAConfig(0, 8, 8, 4, 8))}
 META = {'model': dataclasses.asdict(TINY), 'best_val_loss': 1.0, 'tokenizer': {}, 'flags': {},
         'wandb_id': None}  # of a checkpoint, as train_jax.py writes it
 RESUME = ['--init_from=resume', '--device=cpu:0']
@@ -154,6 +160,13 @@ def make_step(config, parallel=None, objective=language_model, *, seed=3, grad_c
     """make_train_step, by default of a language model on one device; not compiled."""
     parallel = parallel or setup_distributed_training(jax.devices()[:1])
     return make_train_step(config, objective, parallel, seed=seed, grad_clip=grad_clip, **options)
+
+
+def random_model(run):
+    """A model of random weights with the tokenizer of a run, whose next token is hard to guess."""
+    model = load(run, device='cpu:0')
+    params = convert_params_for_decoding(dict(random_params(model.config)), 'float32')
+    return dataclasses.replace(model, params=params)
 
 
 def write_dataset(folder, train, val, vocab_size=37, dtype='uint16', chars=None, **meta):

@@ -13,22 +13,13 @@ from jax_flags import TextSampling, UserError
 from jax_generate import Prompts, start_rows
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_text import Generation, load
-from jax_transformer import MLAConfig, MoEConfig
-from tests.common import TINY, assert_as_alone, generate_alone, long, random_params, random_request, slow
-
-MODELS = {
-    'learned positions': TINY,
-    'windows': dataclasses.replace(TINY, position='rope', layer_types=('window', 'full'), window=5, n_kv_head=1),
-    'experts': dataclasses.replace(TINY, position='rope', mlp='swiglu', moe=MoEConfig(n_expert=4, n_used=2, width=24)),
-    'latent attention': dataclasses.replace(TINY, position='rope', mla=MLAConfig(0, 8, 8, 4, 8))}
-
+from tests.common import (
+    MODELS, assert_as_alone, generate_alone, long, random_model, random_params, random_request, slow)
 
 @pytest.fixture(scope='module')
 def model(finished):
-    """A model of random weights, whose next token is hard to guess; its context has 16 tokens."""
-    model = load(finished[0], device='cpu:0')
-    params = convert_params_for_decoding(dict(random_params(model.config)), 'float32')
-    return dataclasses.replace(model, params=params)
+    """A model of random weights; its context has 16 tokens."""
+    return random_model(finished[0])
 
 
 def begin(model, batch, prompt='the fox', **options):

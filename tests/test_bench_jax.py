@@ -41,6 +41,8 @@ def test_the_decoding_benchmark_ends_with_one_json_line():
     assert report['environment']['jax']
     figures = report['results']
     assert figures['tokens_per_sec_decode'] == pytest.approx(2 / figures['ms_per_iter'] * 1e3, rel=1e-3)
+    seconds = figures['prefill_ms'] / 1e3 + 2 * 7 / figures['tokens_per_sec_decode']
+    assert figures['tokens_per_sec'] == pytest.approx(2 * 8 / seconds, rel=1e-3)
     assert figures['compile_s'] > 0
     n_params = 40 * 16 + 12 * 16**2 + 13 * 16 + 2 * 16
     assert figures['weights_mb'] * 1e6 == pytest.approx(4 * n_params, rel=1e-3)

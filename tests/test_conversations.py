@@ -280,7 +280,7 @@ def test_a_file_of_any_form_becomes_the_same_data_and_the_script_says_so(made, t
                        'table.csv': '3 rows read as "prompt" and "completion"'}.items():
         out = tmp_path / name.partition('.')[0]
         lines = succeeded(prepare('chat', tmp_path / name, f'--tokenizer={tmp_path}', f'--out_dir={out}')).stdout
-        assert lines.startswith(said or 'train has 2 conversations')
+        assert (said or 'train has 2 conversations') in lines
         found.append([np.fromfile(out / file, np.uint8).tolist() for file in ('train.bin', 'train_mask.bin')])
     assert found[0] == found[1] == found[2] == found[3]
     pq.write_table(pa.table({'prompt': [b'ab'] * 3, 'completion': ['cd'] * 3}), tmp_path / 'bytes.parquet')
@@ -573,7 +573,7 @@ def test_a_message_of_another_in_an_answer_is_an_error_but_the_same_words_are_no
     tokenizer = made(stray)
     message = refusal(tokenizer.encode_training_chat, [SYSTEM, *TURNS])
     assert 'writes message 0, of the role "system", into an answer' in message
-    same = [ASK, {'role': 'assistant', 'content': 'ab cd'.replace(' ', '')}]
+    same = [ASK, {'role': 'assistant', 'content': 'abcd'}]
     assert counted_text(made(QWEN), same)[1] == 'abcd</s>'
 
 

@@ -410,7 +410,7 @@ def test_files_of_others_are_kept(tmp_path, env):
     assert files_in(out) == ['meta.json', 'tokenizer/my_vocab.json', 'train.bin', 'val.bin']
 
 
-def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env):
+def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env, bpe_env):
     fcntl = pytest.importorskip('fcntl')
     out = tmp_path / 'out'
     out.mkdir()
@@ -419,6 +419,9 @@ def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env):
     fcntl.flock(lock, fcntl.LOCK_EX)
     for script in ('text', 'shakespeare_char'):
         assert 'another process prepares a data set in' in refuse(script, text, '--out_dir', out, env=env)
+    files = parquet(tmp_path / 'in', ['the weather there'] * 9, 1)
+    for script, given in (('openwebtext', files), ('fineweb', files / 'train-00000.parquet')):
+        assert 'another process prepares a data set in' in refuse(script, given, '--out_dir', out, env=bpe_env)
     os.close(lock)
     code = """
 import os, runpy, sys
@@ -821,7 +824,7 @@ def slow(tmp_path, bpe_env):
 
 
 def start(args, env):
-    """Starts a run, and waits until it has saved its first documents; returns it and how many they are."""
+    """Starts a run, and waits until it has saved its first documents; returns the process."""
     out = args[-1]
     run = subprocess.Popen(command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                            env=env | {'SECONDS_PER_DOCUMENT': '0.2'})

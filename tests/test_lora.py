@@ -21,7 +21,7 @@ from jax_train_utils import count_frozen, create_train_state, model_params, spli
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, long, make_step, records_of,
-    run_script, sample, samples_of, start, succeeded, train, wait_for)
+    run_script, sample, samples_of, start, succeeded, train, wait_for, write_dataset)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -39,11 +39,8 @@ def data(base, tmp_path_factory):
     """A data set with as many characters as the model has tokens."""
     folder = tmp_path_factory.mktemp('data')
     n = json.loads((base / 'config.json').read_text())['vocab_size']
-    tokens = np.random.default_rng(0).integers(8, size=600).astype(np.uint16)
-    tokens.tofile(folder / 'train.bin')
-    tokens.tofile(folder / 'val.bin')
-    tokenizer = {'kind': 'char', 'chars': ''.join(map(chr, range(48, 48 + n)))}
-    (folder / 'meta.json').write_text(json.dumps({'vocab_size': n, 'dtype': 'uint16', 'tokenizer': tokenizer}))
+    tokens = np.random.default_rng(0).integers(8, size=600)
+    write_dataset(folder, tokens, tokens, vocab_size=n)
     return folder
 
 
@@ -73,7 +70,7 @@ def losses(out):
     return [record['val_loss'] for record in records_of(out) if 'val_loss' in record]
 
 
-def test_a_lora_run_starts_at_the_loss_of_its_base_and_learns(run, base, data, tmp_path):
+def test_a_lora_run_starts_at_the_loss_of_its_base_and_learns(run, tmp_path):
     flags, out = run
     full = [flag for flag in flags if 'lora' not in flag and 'quantize' not in flag]
     evaluated = succeeded(train(tmp_path, *full, '--eval_only=True')).stdout
@@ -89,7 +86,7 @@ def saved(out, item):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_updates_and_their_optimizer_state_alone(run, base):
+def test_a_checkpoint_holds_the_updates_and_their_optimizer_state_alone(run):
     _, out = run
     updates = saved(out, 'params')
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
@@ -265,7 +262,7 @@ def test_a_base_that_has_changed_or_gone_is_named_in_one_line(data, base, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_base_that_has_moved_is_named_with_base_and_remembered_from_then_on(plain_run, data, base, tmp_path):
+def test_a_base_that_has_moved_is_named_with_base_and_remembered_from_then_on(plain_run, base, tmp_path):
     flags, out = plain_run
     here = copy_folder(base, tmp_path)
     flags = [flag for flag in flags if 'init_from' not in flag]

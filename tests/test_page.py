@@ -1,12 +1,11 @@
 """The page of sample_jax.py --serve in a real browser: Debian's chromium, driven by playwright, with axe's rules for
 people who cannot see or use a mouse. Skipped where these are not installed; .ci/run installs them."""
 import shutil
-import socket
 import urllib.request
 
 import pytest
 
-from tests.common import GOLDEN, start, wait_for
+from tests.common import GOLDEN, free_port, start, wait_for
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which('chromium')
@@ -15,9 +14,7 @@ CHROMIUM = shutil.which('chromium')
 @pytest.fixture(scope='module')
 def url():
     """The address of a server of a small model with a chat template."""
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = start('sample_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0', f'--serve={port}',
                     '--max_new_tokens=40', '--temperature=0')
     url = f'http://127.0.0.1:{port}/'

@@ -481,7 +481,7 @@ def test_a_script_leaves_handlers_and_streams_as_they_were(flags, tmp_path, monk
 
 
 # -----------------------------------------------------------------------------
-# sampling, tracing, scaling
+# sampling
 
 @pytest.mark.slow
 def test_two_processes_sample_the_text_of_one_and_process_0_prints_it(finished):

@@ -2,6 +2,7 @@
 import io
 import jax_run.checkpoints
 import jax_generate
+import jax_run.speed
 import json
 import re
 import shutil
@@ -13,8 +14,11 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jax_devices.setup import Lap
 from jax_generate import GenerationResult
 from jax_hub.tokenizers import HFTokenizer
+from jax_run.speed import report_decoding
+from jax_transformer import GPTConfig
 from tests.common import (
     GOLDEN, MODEL, RESUME, ROOT, SHORT, TEXT, assert_refused, edit_json, final_state, prepare, records_of, run_script,
     sample, samples_of, start, succeeded, train, write_dataset)
@@ -112,6 +116,20 @@ def test_drafting_gives_the_same_samples_and_tells_how_many_guesses_were_right(f
     assert percent == round(100 * n_accepted / n_drafted)
 
 
+def test_tokens_per_second_leave_out_the_first_token_of_each_sequence(monkeypatch):
+    def made(n):
+        """A Generation of n sequences of five new tokens: 9 s for the first of each, 1 s for the others."""
+        result = types.SimpleNamespace(steps=4, drafted=0, accepted=0)
+        return types.SimpleNamespace(laps=[Lap(0, 9.0), Lap(0, 1.0)], prompts=[[1]] * n, result=result)
+
+    model = types.SimpleNamespace(
+        params=None, config=GPTConfig(), layout=types.SimpleNamespace(devices=[None]))
+    for name in ('bytes_read_per_step', 'cache_bytes_read', 'tokens_per_step', 'measure_bandwidth'):
+        monkeypatch.setattr(jax_run.speed, name, lambda *args: 1)
+    said = report_decoding(model, [made(16), made(1)], 5 * 17, 'float32')  # the last batch is smaller
+    assert ', then 34 tok/s (2 per sequence) for 85 tokens' in said
+
+
 @pytest.mark.slow
 def test_samples_come_from_int8_weights_and_caches_too(finished):
     arguments = [finished[0], '--num_samples=2', '--max_new_tokens=20']
@@ -147,7 +165,7 @@ def test_no_new_tokens_print_the_prompt(finished):
 
 
 # -----------------------------------------------------------------------------
-# resume
+# other weights
 
 @pytest.mark.slow
 def test_foreign_weights_are_sampled_with_the_tokenizer_of_their_dataset(dataset, tmp_path):

@@ -28,8 +28,8 @@ from jax_hub.chats import SECONDS
 from jax_apps.serve import BODY_BYTES, Server, describe_logprobs, find_ends
 from jax_text import Generation, load
 from tests.common import (
-    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, generate_alone, long, random_request, run_script, sample,
-    samples_of, slow, start, succeeded, wait_for)
+    GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, free_port, generate_alone, long, random_request,
+    run_script, sample, samples_of, slow, start, succeeded, wait_for)
 import tools.clients
 from tools.clients import Answer, speed_while_busy
 
@@ -888,11 +888,6 @@ def test_a_client_that_has_begun_to_speak_may_be_slow(of_run, monkeypatch):
 
 # -----------------------------------------------------------------------------
 # the command
-
-def free_port():
-    with socket.create_server(('127.0.0.1', 0)) as listener:
-        return listener.getsockname()[1]
-
 
 def start_serving(*flags):
     """(sample_jax.py --serve in a process of its own, its port)."""

@@ -232,7 +232,7 @@ def test_a_run_that_was_deterministic_is_so_when_it_is_resumed(init_from, is_set
 
 
 # -----------------------------------------------------------------------------
-# agreement of several processes, with the texts of another one made up
+# the cache of compiled programs
 
 @pytest.fixture
 def cache_dir_unset():

@@ -12,7 +12,7 @@ from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_run.log import read_metrics
-from jax_run.start import check_init_from, print_what_is_left
+from jax_run.start import check_init_from, merge_resumed_flags, print_what_is_left
 from jax_transformer import GPT
 from tests.common import (
     MODEL, RESUME, SHORT, assert_refused, copy_folder, prepare, records_of, run_script, sample, samples_of,
@@ -199,6 +199,19 @@ def test_a_resumed_run_says_what_it_has_left(capsys, iter_num, given, changed, s
     flags = {'max_iters': 20, 'lr_decay_iters': 20, 'decay_lr': True, 'lr_schedule': 'cosine', 'min_lr': 0.1}
     print_what_is_left(flags | changed, given, iter_num)
     assert capsys.readouterr().out == said
+
+
+def test_a_resume_says_which_flags_have_no_effect(monkeypatch, capsys):
+    saved = {'minutes': 1.0, 'max_iters': 90}
+    flags = {'out_dir': 'out', 'minutes': 0.0, 'max_iters': 10, 'checkpoint': 'best'}
+    given = {'minutes': 1.0, 'max_iters': 20, 'checkpoint': 'best'}
+    assert merge_resumed_flags(flags, given, saved)['max_iters'] == 90
+    assert capsys.readouterr().err == ''  # those of a config file, with which the run began
+    monkeypatch.setattr('sys.argv', ['train_jax.py', *(f'--{name}={value}' for name, value in given.items())])
+    assert merge_resumed_flags(flags, given, saved)['max_iters'] == 90
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == 'checkpoint=best has no effect: a resume continues from the latest checkpoint'
+    assert second == 'max_iters=20 has no effect: --minutes has set 90; add --minutes=0 to change it'
 
 
 @pytest.mark.parametrize('source, message', [

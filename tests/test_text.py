@@ -20,13 +20,9 @@ from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
 from jax_run.load import load_run
 from jax_text import Generation, TextModel, load
-from jax_transformer import MLAConfig, MoEConfig, count_params
-from tests.common import GOLDEN, TINY, apply, edit_json, random_params, sample, samples_of, slow
-
-
-def sampling(**options):
-    """A TextSampling, as the methods of a model make it."""
-    return TextSampling(**options)
+from jax_transformer import count_params
+from tests.common import (
+    GOLDEN, MODELS, TINY, apply, edit_json, random_model, random_params, sample, samples_of, slow)
 
 
 @pytest.fixture(scope='session')
@@ -54,13 +50,6 @@ def test_texts_of_a_batch_are_what_they_are_alone(run):
     together = model.generate(texts, max_new_tokens=12)
     assert together == [model.generate([text], max_new_tokens=12)[0] for text in texts]
     assert model.generate(texts, max_new_tokens=12, stop=together[1][6:8])[1] == together[1][:6]
-
-
-def random_model(run):
-    """A model of random weights with the tokenizer of a run, whose next token is hard to guess."""
-    model = load(run, device='cpu:0')
-    params = convert_params_for_decoding(dict(random_params(model.config)), 'float32')
-    return dataclasses.replace(model, params=params)
 
 
 def variance_beside_independent_draws(draw, n_seeds=40):
@@ -135,7 +124,7 @@ def test_an_answer_to_ids_that_end_inside_a_character_has_that_character(run):
     model = TextModel(model.params, model.config, model.tokenizer, model.layout)
     model.tokenizer = types.SimpleNamespace(
         decode=Utf8.decode, stop_texts=(), stop_tokens=(), sampling={}, vocab_size=model.tokenizer.vocab_size)
-    generation = Generation(model, [[97, *smile[:2]]], sampling(max_new_tokens=3))
+    generation = Generation(model, [[97, *smile[:2]]], TextSampling(max_new_tokens=3))
     assert generation.prompt_texts == ['a']
 
 
@@ -182,7 +171,7 @@ def test_a_stop_text_that_is_one_character_of_a_character_tokenizer_ends_its_row
     for stop in (free[0][12], [free[1][9], free[2][20:22]]):
         def generate():
             ids = [model.encode(prompt) for prompt in prompts]
-            return Generation(model, ids, sampling(max_new_tokens=40, stop=stop), logprobs=True).finish()
+            return Generation(model, ids, TextSampling(max_new_tokens=40, stop=stop), logprobs=True).finish()
 
         at_once = generate()
         with monkeypatch.context() as patch:
@@ -212,7 +201,7 @@ def test_a_row_that_has_met_the_stop_text_gets_no_more_tokens(run):
     free = model.generate(['the', 'fox'], max_new_tokens=40)
     stop = next(free[0][i:i + 3] for i in range(3, 20) if free[0][i:i + 3] not in free[1][3:])
     prompts = [[*map(model.tokenizer.ids.get, text)] for text in ('the', 'fox')]
-    generation = Generation(model, prompts, sampling(max_new_tokens=40, stop=stop)).finish()
+    generation = Generation(model, prompts, TextSampling(max_new_tokens=40, stop=stop)).finish()
     n_new = free[0].index(stop, 3)  # of characters: before the stop text
     assert n_new + 3 <= generation.result.lengths[0] < n_new + 3 + jax_text.STOP_CHUNK
     assert generation.result.lengths[1] == 43 and generation.texts == [free[0][:n_new], free[1]]
@@ -287,7 +276,7 @@ def test_a_sample_that_has_all_its_tokens_was_cut(run):
     model = load(run, device='cpu:0')
     stop = model.generate(['the'], max_new_tokens=9)[0][6:8]
     for options, was_cut in ((dict(), True), (dict(stop=stop), False)):
-        generation = Generation(model, [model.encode('the')], sampling(max_new_tokens=9, **options)).finish()
+        generation = Generation(model, [model.encode('the')], TextSampling(max_new_tokens=9, **options)).finish()
         assert generation.was_cut(0) == was_cut
 
 
@@ -387,13 +376,6 @@ def test_the_library_prints_nothing(run, capsys):
 
 # -----------------------------------------------------------------------------
 # log-probabilities
-
-MODELS = {
-    'learned positions': TINY,
-    'windows': dataclasses.replace(TINY, position='rope', layer_types=('window', 'full'), window=5, n_kv_head=1),
-    'experts': dataclasses.replace(TINY, position='rope', mlp='swiglu', moe=MoEConfig(n_expert=4, n_used=2, width=24)),
-    'latent attention': dataclasses.replace(TINY, position='rope', mla=MLAConfig(0, 8, 8, 4, 8))}
-
 
 def rows_to_score(seed=0):
     """Items as score takes them: choices after a shared context, a long text, rows that are cut and that differ."""

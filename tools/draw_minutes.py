@@ -4,7 +4,7 @@ time.
 $ python tools/draw_minutes.py             # draws the curves of tools/minutes.json
 $ python tools/draw_minutes.py --measure   # first measures these curves and writes the file
 
-Each curve is a run of train_jax.py with flags of RUNS; together the runs take 7 minutes on a quiet
+Each curve is a run of train_jax.py with flags of RUNS; together the runs take 6 minutes on a quiet
 machine. Single points, for which there is no curve, are in the constant POINTS.
 
 The minutes include start, compilation and evaluations. Each evaluation is a point of a curve, so
