@@ -32,7 +32,10 @@ def tokens_per_sec(command, metric):
         raise UserError(f'cannot start {command} ({error.strerror})') from None
     try:
         results = json.loads(run.stdout.splitlines()[-1])['results']
-        return results[metric] if metric in results else results['tokens_per_sec']
+        found = results[metric] if metric in results else results['tokens_per_sec']
+        if not found > 0:
+            raise ValueError(f'{found} tokens per second')
+        return found
     except (IndexError, KeyError, TypeError, ValueError):
         last_line = (run.stderr.strip() or 'nothing').splitlines()[-1]
         raise UserError(f'{command} reported no tokens_per_sec; '

@@ -27,6 +27,8 @@ parser.add_argument('--preset', default='nanogpt_cpu', choices=PRESETS)
 parser.add_argument('--batch_size', type=int, help="the preset's if not given")
 parser.add_argument('--repeats', type=int, default=20)
 args = parser.parse_args()
+if args.repeats < 1:
+    parser.error('--repeats must be at least 1')
 
 shape = PRESETS[args.preset]
 cfg = nano_jax.Config(**nano_jax.DEFAULTS | shape | {'batch_size': args.batch_size or shape['batch_size']})

@@ -194,6 +194,10 @@ def main():
     args, flags = parser.parse_known_args()
     if args.check:
         sys.exit(check(read_json(Path(args.check)), flags, args.all))
+    if args.all:
+        parser.error('--all needs --check')
+    if args.save and not os.path.isdir(os.path.dirname(args.save) or '.') or os.path.isdir(args.save or ''):
+        parser.error(f'--save={args.save} is not a file in a folder that exists')
     seeds, devices, manifests = zip(*[run(args.config, seed, flags) for seed in args.seeds])
     row = {
         'format': 1, 'config': args.config, 'flags': flags, 'machine': cpu_model(), 'cores': os.cpu_count(),

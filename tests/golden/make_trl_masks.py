@@ -1,5 +1,6 @@
 """Makes trl_masks.json.xz: conversations as transformers writes and masks them by templates of TRL (Apache-2.0), which
-have the marks of what an assistant writes, and the same templates without marks as their models have them.
+have the marks of what an assistant writes, and the same templates without marks as their models have them. Needs
+transformers and jinja2.
 
 $ pip download --no-deps trl==1.16.0
 $ python tests/golden/make_trl_masks.py trl-1.16.0-py3-none-any.whl
