@@ -10,7 +10,7 @@ from jax_flags import UserError, check_choice
 from jax_ops.attention import ATTENTION, Scores, span_limits
 
 # The least block_size that takes chunked attention: on a CPU because it is then faster
-# (docs/performance.md), on GPUs and TPUs without flash attention because the scores would take
+# (docs/lab_log.md), on GPUs and TPUs without flash attention because the scores would take
 # most of the memory (docs/parallelism.md#attention)
 CHUNKED_FROM = {'cpu': 128, 'gpu': 2048, 'tpu': 2048}
 

@@ -2,7 +2,7 @@
 
 No other platform runs these loops, because every caller chooses by jax.lax.platform_dependent
 between a loop and the plain form. Without this file CPUs would compute the same results, but
-slower; docs/performance.md has the factor for each loop."""
+slower; docs/lab_log.md has what the loops gain."""
 import functools
 
 import jax

@@ -2,7 +2,8 @@
 
 Orbax writes the checkpoints into the bucket. gcsfs copies data sets, and the small files of a run,
 between the bucket and folders of this machine. google-cloud-storage writes the lease, which lets
-only one run at a time use the folder. This module is imported only for gs://."""
+only one run at a time use the folder. This module is imported only for gs://, and for
+a run that was copied from there."""
 import atexit
 import base64
 import contextlib

@@ -300,7 +300,7 @@ def test_rows_of_other_forms_become_messages_by_the_functions_in_the_readme(tmp_
         'from_history': ({'history': [['h', 'i']], 'instruction': 'a', 'input': 'c', 'output': 'b', 'system': 's'},
                          [['s', 'h', 'i', 'a\nc', 'b']], [2, 4]),
         'from_functions': ({'messages': TURNS, 'functions': [{'name': 'add'}]}, [['ab', 'cd']], [1]),
-        'from_weights': ({'messages': [*TURNS, ASK, WORSE | {'train_on_turn': 0}], 'tools': [TOOL]},
+        'from_weights': ({'messages': [*TURNS, ASK, WORSE | {'trainable': 0}], 'tools': [TOOL]},
                          [['ab', 'cd', 'ab', 'e']], [1])}
     assert len(rows) == code.count('def from_')
     for name, (row, texts, counted) in rows.items():

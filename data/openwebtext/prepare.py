@@ -4,8 +4,8 @@ files have the same content as those of nanoGPT's script, and the documents come
 Face hub. To prepare other documents, name a folder or a pattern of parquet files with a column
 "text":
 $ python data/openwebtext/prepare.py path/to/parquet --out_dir data/mydocs
-Interrupted and started again, the script continues from the cache of `datasets`, which holds what
-it has downloaded and tokenized.
+Interrupted and started again, the script takes from the cache of `datasets` what it has downloaded,
+and the tokens if all of them were made.
 """
 import glob
 import os
