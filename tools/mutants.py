@@ -97,8 +97,10 @@ def passes(folder, names):
     try:
         out, _ = run.communicate(timeout=900)
     except subprocess.TimeoutExpired:  # a mutant may loop without end
-        os.killpg(run.pid, 9)
         return False, 'no end after 15 minutes'
+    finally:
+        if run.poll() is None:
+            os.killpg(run.pid, 9)
     failed = [line.split(' - ')[0] for line in out.splitlines() if line.startswith(('FAILED', 'ERROR'))]
     if run.returncode and not failed:
         sys.exit(f'error: pytest could not run {names}\n{out[-2000:]}')
