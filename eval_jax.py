@@ -76,6 +76,8 @@ for name, path in (('output', output), ('logprobs', logprobs)):
         os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
     except OSError as error:
         raise UserError(f'cannot write {name}={path}: {error.strerror}') from None
+    if path and not os.access(os.path.dirname(path) or '.', os.W_OK):
+        raise UserError(f'cannot write {name}={path}: the folder is read-only')
 
 
 def list_paths(paths):

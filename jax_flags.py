@@ -643,10 +643,18 @@ def check_given(flags, given):
         check_needs('train_jax', flags, given)
 
 
+# the flags of sampling, evaluation and export that name what is written: a path on this disk
+OUTPUTS = ('output', 'logprobs', 'folder', 'gguf', 'adapter')
+NOT_HERE = 'is not on this disk; name a path here, and copy what is written'  # of a URL
+
+
 def check_source(flags, given):
     """Raises UserError if init_from is not 'resume' but the user gave out_dir or checkpoint,
-    because both would be ignored. flags: the flags of sampling, evaluation or export. given: the
-    flags that the user gave."""
+    because both would be ignored. Raises UserError for an output that is a URL. flags: the flags of
+    sampling, evaluation or export. given: the flags that the user gave."""
+    for name in OUTPUTS:
+        if URL.match(flags.get(name, '')):
+            raise UserError(f'{name}={flags[name]} {NOT_HERE}')
     # `base` is not here, because it is refused when the model is loaded
     ignored = {'out_dir', 'checkpoint'} & given.keys()
     if flags['init_from'] != 'resume' and ignored:
@@ -807,7 +815,7 @@ class TextSampling(Sampling):
 
 
 # how URLs begin; a single letter is a drive of Windows, not a scheme
-URL = re.compile('[A-Za-z][A-Za-z0-9+.-]+://')
+URL = re.compile('[A-Za-z][A-Za-z0-9+.-]+:/')
 
 
 def is_url(path):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from jax_flags import UserError, lock_file, new_file, start_script, write_json
+from jax_flags import NOT_HERE, UserError, is_url, lock_file, new_file, start_script, write_json
 
 start_script()  # before the first package, which may be missing
 
@@ -381,6 +381,8 @@ def locked_folder(folder, *, is_emptied=False):
     is_emptied: whether the files that an interrupted script has left there (PARTS) are removed, for
     a script that does not continue with them. Raises UserError if another process holds the lock,
     or if it is the folder of a run: a data set there would replace the run's tokenizer."""
+    if is_url(str(folder)):
+        fail(f'out_dir={folder} {NOT_HERE}')
     if os.path.isdir(os.path.join(folder, 'ckpt')):
         fail(f'{folder} is the folder of a run, which would lose its tokenizer; choose another '
              '--out_dir')

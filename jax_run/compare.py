@@ -15,7 +15,8 @@ from jax_run.manifest import val_digest
 WITHOUT_EFFECT = {
     'out_dir', 'overwrite', 'eval_interval', 'log_interval', 'sample_prompt',
     'always_save_checkpoint', 'save_interval', 'keep', 'wandb_log', 'wandb_project',
-    'wandb_run_name', 'profile', 'minutes', 'manifest'}
+    'wandb_run_name', 'profile', 'minutes', 'manifest', 'coordinator_address', 'num_processes',
+    'process_id'}
 
 # the flags whose product is the number of tokens of an iteration
 SIZES = ('gradient_accumulation_steps', 'batch_size', 'block_size')
@@ -84,7 +85,9 @@ def read_run(folder, x):
     if not points:
         raise UserError(f'{folder} has no evaluation in metrics.jsonl; name the out_dir of a run')
     unit = 'nats per token'
-    if kind == 'bpb':
+    if 'val_margin' in record:
+        unit = "DPO's loss, which depends on beta"
+    elif kind == 'bpb':
         unit = 'bits per byte'
         if settings.get('bpb_bytes') == 'text':  # not the bytes of the tokens
             unit = 'bits per byte of the text'

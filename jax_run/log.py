@@ -385,7 +385,7 @@ def loss_figure():
     from matplotlib.figure import Figure
     figure = FigureCanvasAgg(Figure(figsize=(7, 4.5))).figure
     axes = figure.add_axes((0.09, 0.11, 0.89, 0.86))
-    axes.set(xlabel='iteration', ylabel='loss (nats per token)')
+    axes.set(xlabel='iteration')
     axes.grid(alpha=0.3)
     loss, = axes.plot([], [], label='train, each iteration', color='0.8', lw=0.8)
     smoothed, = axes.plot([], [], label='train, smoothed', color='0.4', lw=1.2)
@@ -411,7 +411,10 @@ def plot_losses(out_dir):
 
     # Read the points (iteration, loss) of each curve, one after the other.
     curves = {key: array.array('d') for key in lines}
+    unit = 'nats per token'
     for record in read_metrics(out_dir):
+        if 'val_margin' in record:
+            unit = 'of DPO'
         if 'val_bpb' in record:
             bits = record['val_bpb'] or math.nan
             lines['val_loss'].set_label(f'val, {bits:.4f} bits per byte')
@@ -432,8 +435,9 @@ def plot_losses(out_dir):
         every = ceil_div(max(len(points), 1), 5000)
         line.set_data(points[::every].T)
 
-    # Fit the axes, and name the curves that there are.
+    # Fit the axes, and name them and the curves that there are.
     axes, = figure.axes
+    axes.set_ylabel(f'loss ({unit})')
     axes.relim()
     axes.autoscale_view()
     axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])

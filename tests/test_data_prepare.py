@@ -415,6 +415,7 @@ def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env, bpe_env):
     out = tmp_path / 'out'
     out.mkdir()
     text = text_file(tmp_path, TEXT)
+    assert 'out_dir=gs://bucket/mine is not on this disk' in refuse('text', text, '--out_dir=gs://bucket/mine', env=env)
     lock = os.open(out, os.O_RDONLY)  # as prepare.py does until it has renamed the last file
     fcntl.flock(lock, fcntl.LOCK_EX)
     for script in ('text', 'shakespeare_char'):

@@ -3,6 +3,7 @@ import importlib.util
 import io
 import json
 import math
+import os
 import random
 import sys
 import types
@@ -78,6 +79,10 @@ def test_the_json_goes_to_a_file_and_to_a_pipe_but_not_to_a_terminal(run, tmp_pa
     assert len(lines) == 1 and 'bits_per_byte' in lines[0] and '{' not in lines[0]
     result = run_script('eval_jax.py', f'--out_dir={run}', flags[0], f'--output={tmp_path}')
     assert_refused(result, 'is a folder; name a file')
+    monkeypatch.setattr(os, 'access', lambda path, mode: str(path) != str(tmp_path))  # root may write to any folder
+    result = run_script('eval_jax.py', f'--out_dir={run}', flags[0], f'--output={tmp_path / "new.json"}')
+    assert_refused(result, 'cannot write output=.*: the folder is read-only')
+    monkeypatch.undo()
     tasks = write_lines(tmp_path / 'items.jsonl', ITEMS[:1])
     for name in ('output', 'logprobs'):
         path = tmp_path / 'a.txt' / 'b'  # a file is in the way

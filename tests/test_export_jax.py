@@ -89,6 +89,8 @@ def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     assert 'python export_jax.py --init_from=model --gguf=model.gguf' in read_card(tmp_path / 'model')[1]
     assert_refused(run_script('export_jax.py', f'--out_dir={out}', f'--folder={tmp_path}'), 'not an empty folder')
     assert_refused(run_script('export_jax.py', f'--out_dir={out}'), 'name one new folder')
+    for name, url in (('folder', 'gs://bucket/m'), ('gguf', 's3://bucket/m.gguf'), ('adapter', 'gs:/bucket/m')):
+        assert_refused(run_script('export_jax.py', f'--out_dir={out}', f'--{name}={url}'), f'{name}={url} is not')
     export = run_script('export_jax.py', f'--out_dir={out}', f'--adapter={tmp_path / "adapter"}')
     assert_refused(export, 'was not trained with LoRA, so it has no adapter')
 

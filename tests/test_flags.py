@@ -94,7 +94,8 @@ def test_a_flag_that_is_wrong_is_refused_by_name(read, arg, message):
 
 @pytest.mark.parametrize('path, expected', [
     ('gs://bucket/run', True), ('s3://bucket', True), ('file:///run', True), ('C:\\run', False), ('C:/run', False),
-    ('d://run', False), ('D:', False), ('out', False), ('/run/a://b', False), ('a/gs://b', False)])
+    ('gs:/bucket/run', True), ('d://run', False), ('D:', False), ('out', False), ('/run/a://b', False),
+    ('a/gs://b', False)])
 def test_a_drive_of_windows_is_no_url(path, expected):
     assert is_url(path) == expected
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from jax_run.compare import compare_runs, read_run
+from jax_run.log import loss_figure, plot_losses
 from tests.common import assert_refused, refusal, run_script, succeeded
 
 
@@ -22,7 +23,7 @@ def write_run(folder, learning_rate, vals, **flags):
 
 def test_runs_are_compared_by_what_differs_the_best_first(tmp_path):
     a = write_run(tmp_path / 'out-a', 0.1, [3.0, 2.5, 2.75], seed=1)
-    b = write_run(tmp_path / 'out-b', 0.3, [3.0, 2.25], seed=1)
+    b = write_run(tmp_path / 'out-b', 0.3, [3.0, 2.25], seed=1, num_processes=2, process_id=0)
     picture = tmp_path / 'sweep.png'
     result = succeeded(run_script('plot_jax.py', a, b, '--x=tokens', f'--output={picture}'))
     header, best, other, saved = result.stdout.splitlines()
@@ -93,6 +94,19 @@ def test_runs_that_count_other_bytes_are_told_apart(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert 'bits per byte of the text' in printed.splitlines()[2] + printed.splitlines()[1]
     assert printed.count('of the text') == 1
+
+
+def test_the_loss_of_dpo_is_none_of_a_language_model(tmp_path, capsys):
+    run = write_run(tmp_path / 'out', 0.1, [])
+    record = {'iter': 1, 'train_loss': 0.5, 'val_loss': 0.5, 'val_margin': 1.0, 'val_accuracy': 1.0}
+    (run / 'metrics.jsonl').write_text(json.dumps(record) + '\n')
+    compare_runs([run])
+    assert "DPO's loss, which depends on beta" in capsys.readouterr().out
+    for more, label in (({}, 'loss (of DPO)'), ({'val_margin': None}, 'loss (nats per token)')):
+        lines = {name: value for name, value in (record | more).items() if value is not None}
+        (run / 'metrics.jsonl').write_text(json.dumps(lines) + '\n')
+        plot_losses(run)
+        assert loss_figure()[0].axes[0].get_ylabel() == label
 
 
 def test_any_name_of_a_run_is_in_the_legend(tmp_path, monkeypatch):
