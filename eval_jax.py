@@ -81,8 +81,9 @@ for name, path in (('output', output), ('logprobs', logprobs)):
 
 
 def list_paths(paths):
-    """Returns the list of the paths in a text, in which commas are between them."""
-    return [path.strip() for path in paths.split(',') if path.strip()]
+    """Returns the list of the paths in a text, in which commas are between them. Each may begin with
+    ~."""
+    return [os.path.expanduser(path.strip()) for path in paths.split(',') if path.strip()]
 
 
 def at(place, function, *args):
@@ -368,7 +369,7 @@ def evaluate_text(path):
     if n_special:
         note(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
              'spells out, such as <|endoftext|>; in a data set they would be plain text')
-    if path.lower().endswith(('.jsonl', '.ndjson', '.json', '.csv')):
+    if path.lower().endswith(('.jsonl', '.ndjson', '.json', '.csv', '.tsv')):
         note(f'{path}: the file is scored as it is, with the keys and marks of its rows')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document

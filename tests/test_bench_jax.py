@@ -129,6 +129,14 @@ def test_the_decoding_benchmark_takes_a_run_and_its_text(finished, dataset, monk
 
 
 @pytest.mark.slow
+def test_the_decoding_benchmark_finds_a_data_set_by_its_path(finished, dataset, monkeypatch):
+    monkeypatch.chdir(dataset.parent)
+    succeeded(run_script(
+        'bench_jax.py', '--mode=decode', f'--out_dir={finished[0]}', f'--dataset={dataset.name}', '--prompt_len=4',
+        '--max_new_tokens=4', '--batch_size=2', '--repeats=1', '--device=cpu:0'))
+
+
+@pytest.mark.slow
 def test_the_decoding_benchmark_is_greedy_unless_a_temperature_is_given(monkeypatch):
     seen = []
 

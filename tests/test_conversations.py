@@ -248,6 +248,7 @@ def test_of_two_whole_conversations_the_answers_to_the_same_question_count():
     ([1], r'it is no object \(a row of a table has another number of fields'), (1, 'it is no object$'),
     ({'conversations': [{'from': ['human'], 'value': 'a'}]}, 'from one of human, user'),
     ({'instruction': 'a', 'context': ['b', 'c'], 'output': 'd'}, 'has "context", which is no text'),
+    ({'instruction': 'a', 'input': {'b': 'c'}, 'output': 'd'}, 'has "input", which is no text'),
     ({'text': 'ab'}, 'has no "messages"; other forms'), ({'messages': [ASK]}, 'nothing to'),
     ({'messages': [{'role': 'user'}, 'cd']}, 'message 1 is not'), ({'messages': '['}, '"messages" is not JSON'),
     ({'conversations': [{'from': 'me', 'value': 'a'}]}, 'from one of human, user'),

@@ -232,16 +232,22 @@ def test_a_bad_text_is_one_line_with_its_name(content, message, run, tmp_path):
     assert done.returncode == 2 and str(path) in done.stderr and message in done.stderr
 
 
-def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path):
+def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path, monkeypatch):
     path = tmp_path / 'a.txt'
     for content, said in (('ab</s>cd</s>', '2 of 6 tokens are special tokens'), ('abcd', '')):
         path.write_text(content)
         done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0',
                                     f'--text={path}'))
         assert said in done.stderr and bool(said) == ("special" in done.stderr)
-    rows = path.rename(tmp_path / 'a.JSONL')
-    done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0', f'--text={rows}'))
-    assert f'{rows}: the file is scored as it is, with the keys and marks of its rows\n' in done.stderr
+    monkeypatch.setenv('HOME', str(tmp_path))
+    names = ['a.JSONL', 'a.ndjson', 'a.json', 'a.csv', 'a.tsv']
+    for name in names:
+        (tmp_path / name).write_text('abcd')
+    texts = ','.join(f'~/{name}' for name in names)
+    done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', f'--text={texts}'))
+    for name in names:
+        said = f'{tmp_path / name}: the file is scored as it is, with the keys and marks of its rows\n'
+        assert done.stderr.count(said) == 1
 
 
 def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):

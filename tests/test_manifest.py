@@ -13,7 +13,8 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_lo
 from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
-    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changes, flatten, spread_blocks, val_digest)
+    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file,
+    find_changes, find_other_losses, flatten, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
     RESUME, ROOT, assert_refused, copy_folder, edit_json, free_port, records_of, refusal, start, succeeded, train,
@@ -178,6 +179,13 @@ def test_a_mixture_with_other_fractions_is_other_data(data, dataset, flags, tmp_
     assert_refused(train(out, *RESUME), 'is not the data of .*train.bin of other: other content')
     accepted = train(out, *RESUME, f'--dataset={dataset}:0.5,{other}:0.5', '--max_iters=3')
     assert 'other data from iteration 2 on (train.bin of other: other content)' in succeeded(accepted).stdout
+
+
+@pytest.mark.parametrize('name, value', [('beta', 0.2), ('length_normalized', True), ('block_size', 8)])
+def test_losses_of_another_kind_do_not_compare(name, value):
+    flags = {'beta': 0.1, 'length_normalized': False, 'block_size': 16, 'learning_rate': 1e-3}
+    assert find_other_losses({'flags': flags}, {'flags': flags | {'learning_rate': 1e-4}}) == {}
+    assert find_other_losses({'flags': flags}, {'flags': flags | {name: value}}) == {name: [flags[name], value]}
 
 
 def test_a_manifest_holds_no_path_host_or_user(finished):

@@ -56,7 +56,7 @@ def test_rows_of_every_form_are_read_as_they_are(tmp_path, reading, name):
 
 
 @pytest.mark.parametrize('end, compress', [
-    ('.gz', gzip.compress), ('.bz2', bz2.compress), ('.XZ', lzma.compress), ('.zst', zstd)])
+    ('.gz', gzip.compress), ('.BZ2', bz2.compress), ('.XZ', lzma.compress), ('.ZST', zstd)])
 def test_compressed_files_are_read_whole_or_refused(tmp_path, reading, end, compress):
     content = json_lines(OBJECTS).encode()
     packed = compress(content[:99]) + compress(content[99:])  # as parallel compressors write it
@@ -68,6 +68,13 @@ def test_compressed_files_are_read_whole_or_refused(tmp_path, reading, end, comp
         path.write_bytes(packed[:-3])
         with pytest.raises(UserError, match='cannot read .*complete'):
             list(reading.read_rows(str(path)))
+
+
+@pytest.mark.parametrize('end, compress', [('.gz', gzip.compress), ('.bz2', bz2.compress), ('.xz', lzma.compress)])
+def test_what_python_decompresses_needs_no_pyarrow(tmp_path, reading, monkeypatch, end, compress):
+    monkeypatch.setitem(sys.modules, 'pyarrow', None)  # its import fails
+    (tmp_path / f'a.txt{end}').write_bytes(compress(b'text'))
+    assert reading.read_text(str(tmp_path / f'a.txt{end}')) == 'text'
 
 
 def test_parquet_is_read_a_few_rows_at_a_time_and_the_columns_asked_for(tmp_path, reading):

@@ -12,7 +12,7 @@ from jax_hub.families import read_config
 from jax_pretrained import load_pretrained, read_config_json_of
 from jax_run.model import with_block_size
 from jax_transformer import GPTConfig, apply_positions, rope_of_layer
-from tests.common import GOLDEN, apply
+from tests.common import GOLDEN, apply, assert_refused, train, write_dataset
 
 SIZES = dict(
     vocab_size=44, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
@@ -133,3 +133,12 @@ def test_a_layer_computes_the_cosines_of_queries_and_keys_once():
     rotate = jax.jit(functools.partial(apply_positions, config, 'full'))
     program = rotate.lower(q, k, np.arange(8)[None]).compile().as_text()
     assert program.count(' cosine(') == 1
+
+
+def test_a_run_from_a_model_with_longrope_is_refused_longer_sequences_at_the_start(tmp_path):
+    n = json.loads((GOLDEN / 'phi4' / 'config.json').read_text())['vocab_size']
+    write_dataset(tmp_path / 'data', [1] * 600, [1] * 600, vocab_size=n)
+    result = train(tmp_path / 'out', f'--init_from={GOLDEN / "phi4"}', f'--dataset={tmp_path / "data"}',
+                   '--block_size=128', '--max_iters=1', '--device=cpu:0')
+    assert_refused(result, 'LongRoPE has other factors for longer ones')
+    assert not (tmp_path / 'out').exists()

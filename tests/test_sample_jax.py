@@ -14,14 +14,17 @@ import numpy as np
 import pytest
 import tokenizers
 
+from jax_apps.terminal import Chat
 from jax_devices.setup import Lap
+from jax_flags import TextSampling
 from jax_generate import GenerationResult
 from jax_hub.tokenizers import HFTokenizer
 from jax_run.speed import report_decoding
+from jax_text import load
 from jax_transformer import GPTConfig
 from tests.common import (
-    GOLDEN, MODEL, RESUME, ROOT, SHORT, TEXT, assert_refused, edit_json, final_state, prepare, records_of, run_script,
-    sample, samples_of, start, succeeded, train, write_dataset)
+    GOLDEN, MODEL, RESUME, ROOT, SHORT, TEXT, assert_refused, edit_json, final_state, prepare, records_of, refusal,
+    run_script, sample, samples_of, start, succeeded, train, write_dataset)
 
 # -----------------------------------------------------------------------------
 # sampling
@@ -404,6 +407,25 @@ def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     (speaking / 'tokenizer_config.json').unlink()
     assert_refused(sample('none', *flags), 'has no chat template.*')
     assert_refused(sample('none', *flags[:1], '--system=Be brief.', '--interactive=True'), 'has no chat template.*')
+
+
+USERS_ONLY = '{% for m in messages if m.role in ["user", "assistant"] %}{{ m.content }}{% endfor %}'
+
+
+def test_messages_of_a_line_that_the_chat_template_leaves_out_are_refused(speaking, tmp_path):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=USERS_ONLY)
+    path, asked = tmp_path / 'prompts.jsonl', {'role': 'user', 'content': 'a'}
+    for row, kind in (({'messages': [{'role': 'system', 'content': 'b'}, asked]}, 'messages of the role "system"'),
+                      ({'messages': [asked], 'tools': [{'name': 'f'}]}, 'the descriptions of tools')):
+        path.write_text(json.dumps(row))
+        result = sample('none', f'--init_from={speaking}', '--chat=True', f'--start=FILE:{path}')
+        assert_refused(result, f'line 1: .* leaves out {kind}')
+
+
+def test_a_system_prompt_that_the_template_leaves_out_is_refused_before_the_first_question(speaking):
+    edit_json(speaking / 'tokenizer_config.json', chat_template=USERS_ONLY)
+    model = load(speaking, device='cpu:0')
+    assert 'leaves out messages of the role "system"' in refusal(Chat, model, 'be brief', TextSampling())
 
 
 def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):

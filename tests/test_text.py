@@ -349,6 +349,11 @@ def test_without_a_seed_each_call_draws_one(run):
     assert ''.join(model.stream('the', **options)).startswith('the')
 
 
+def test_a_text_of_one_token_is_scored_where_a_token_precedes_it(speaking):
+    ids, logprobs = load(speaking, device='cpu:0').logprobs('a')
+    assert len(ids) == len(logprobs) == 1
+
+
 def test_log_probabilities_of_one_text_are_those_of_a_list_of_it(run, speaking):
     for source, text in ((run, 'the quick'), (speaking, 'hello, again.')):  # the second puts a token before each text
         model = load(source, device='cpu:0')

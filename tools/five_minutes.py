@@ -188,8 +188,9 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--seeds', type=read_seeds, default='1337,1338,1339')
     parser.add_argument('--config', default=CONFIG, help=f'another config file than {CONFIG}')
-    parser.add_argument('--save', metavar='FILE', help='write what --check reads')
-    parser.add_argument('--check', metavar='FILE', help='train the beginning of each seed of a row again')
+    parser.add_argument('--save', metavar='FILE', type=os.path.expanduser, help='write what --check reads')
+    parser.add_argument('--check', metavar='FILE', type=os.path.expanduser,
+                        help='train the beginning of each seed of a row again')
     parser.add_argument('--all', action='store_true', help='with --check: train all iterations again')
     args, flags = parser.parse_known_args()
     if args.check:

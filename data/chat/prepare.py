@@ -357,7 +357,7 @@ def read_template(name):
     if not name:
         return None
     own = os.path.join(here, f'{name}.jinja')
-    return read_text(own if name in OWN_TEMPLATES else name)
+    return read_text(own if name in OWN_TEMPLATES else os.path.expanduser(name))
 
 
 def check_template_tokens(name, enc):
