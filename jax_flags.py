@@ -1019,6 +1019,6 @@ def exit_if_peer_died(error):
 
     if is_lost and jax and jax.process_count() > 1 and 'RESOURCE_EXHAUSTED' not in text:
         print(f'error: process {jax.process_index()} of {jax.process_count()} has lost the others; '
-              f'start all of them again, with --init_from=resume ({text[:300]})',
+              f'start all of them again, a training with --init_from=resume ({text[:300]})',
               file=sys.stderr, flush=True)
         os._exit(START_AGAIN)

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jax_devices.processes import check_agreement
 from jax_flags import DTYPES, UserError, check_choice, is_url, read_json, write_json
 from jax_hub.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Halves, make_adapter
 from jax_hub.families import (
@@ -78,6 +79,22 @@ def load_pretrained(path_or_name: str | Path, dtype: str = 'float32',
         del array
     compute_dtype = 'float32' if dtype == 'stored' else dtype
     return dataclasses.replace(config, dtype=compute_dtype), unflatten_dict(params)
+
+
+def load_together(path_or_name, dtype, place):
+    """Returns load_pretrained(path_or_name, dtype, place). All processes call this function. Raises
+    UserError if they read different weights: each process reads its own files. Compares the first
+    64 rows of each parameter."""
+    crc = 0
+
+    def compared(path, array):
+        nonlocal crc
+        crc = zlib.crc32(np.array(array[:64]).tobytes(), crc)
+        return place(path, array)
+
+    loaded = load_pretrained(path_or_name, dtype, compared)
+    check_agreement('weights', {'their checksum': crc})
+    return loaded
 
 
 def open_pretrained(path_or_name):

@@ -22,6 +22,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jax_devices.choose import config_for_decoding
 from jax_devices.layout import Layout, setup_distributed_training
+from jax_devices.processes import check_agreement
 from jax_devices.setup import Lap, Stopwatch, setup_jax_environment
 from jax_flags import TextSampling, UserError, check_ranges, shows_fields
 from jax_generate import (
@@ -165,6 +166,8 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
                    'there: --checkpoint=latest')
     name = f'{source}, checkpoint of iteration {taken}'
     about = describe_checkpoint(source, taken, meta)
+    if jax.process_count() > 1:  # each process reads its own files
+        check_agreement('checkpoints', about)
     return LoadedModel(params, config, meta['tokenizer'], name, warning, about)
 
 
@@ -185,9 +188,9 @@ def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
         return flatten_dict(convert_params_for_decoding(part, dtype, quantize))[path]
 
     # a matrix that becomes int8 is read as it is stored
-    from jax_pretrained import load_pretrained  # here, because our own runs do not need it
+    from jax_pretrained import load_together  # here, because our own runs do not need it
     folder = local_path(source)
-    config, params = load_pretrained(folder, 'stored' if quantize else dtype, place)
+    config, params = load_together(folder, 'stored' if quantize else dtype, place)
     description = None
     if with_tokenizer:
         description = describe_tokenizer(folder, config.vocab_size)
@@ -423,21 +426,23 @@ class TextModel:
 
         The tokens are encode(text), as for generate. Raises UserError if the model is on several
         devices, or the text is longer than the model's context."""
-        from jax_run.inside import look_inside  # here, because generating does not need it
-        return look_inside(self, self.encode(text), 'logits')
+        return self.look_inside(text, 'logits')
 
     def hidden_states(self, text: str) -> np.ndarray:
         """Returns the input of the first layer and the output of each layer, float32 [n_layer + 1,
         T, D]. The output of the last layer is taken after the final norm, as in transformers'
         output_hidden_states. `text` and the errors are as in logits()."""
-        from jax_run.inside import look_inside  # here, because generating does not need it
-        return look_inside(self, self.encode(text), 'hidden_states')
+        return self.look_inside(text, 'hidden_states')
 
     def attention(self, text: str) -> np.ndarray:
         """Returns the attention probabilities of each head, float32 [n_layer, H, T (queries), T
         (keys)], as transformers' output_attentions. `text` and the errors are as in logits()."""
+        return self.look_inside(text, 'attention')
+
+    def look_inside(self, text: str, part: str) -> np.ndarray:
+        """Returns an intermediate result for a text, see jax_run/inside.py."""
         from jax_run.inside import look_inside  # here, because generating does not need it
-        return look_inside(self, self.encode(text), 'attention')
+        return look_inside(self, self.encode(text), part)
 
     def encode_document(self, text: str) -> list[int]:
         """Returns the token ids of a text, preceded by the token that begins a document. If the

@@ -236,13 +236,13 @@ if cfg.serve:
 
 # encode the prompts
 questions = read_prompts(cfg.start, cfg.each_line, cfg.chat)
-if jax.process_count() > 1:
-    check_agreement('prompts', {'their digest': digest(questions)})
 num_samples = cfg.num_samples
 if sampling.temperature == 0 and num_samples > 1:
     note(f'at temperature=0 the {num_samples} samples of a prompt are equal: one is made')
     num_samples = 1
 prompts = [encode_prompt(model, question, conversation) for question in questions]
+if jax.process_count() > 1:
+    check_agreement('prompts', {'the digest of their tokens': digest(prompts)})
 # the part of a prompt to print: of a conversation, its last message
 lines = [question if isinstance(question, str) else question['messages'][-1].get('content')
          for question in questions]

@@ -361,7 +361,8 @@ def start_state(run, program):
     elif model.source and not model.lora:
         from jax_run.load import load_start_weights
         with in_all_processes():
-            params, _ = load_start_weights(model.source, config, layout)
+            params, checksum = load_start_weights(model.source, config, layout)
+        check_agreement('weights', {'their checksum': checksum})
         state = layout.init_sharded(state_without_params, key, config, tx).replace(params=params)
 
     # or new ones
@@ -373,6 +374,7 @@ def start_state(run, program):
         from jax_run.load import load_frozen
         with in_all_processes():
             frozen, checksum = load_frozen(model.lora, config, layout)
+        check_agreement('weights', {'their checksum': checksum})
         run = run.with_lora({**model.lora, 'checksum': checksum})
         state = state.replace(frozen=frozen)
 

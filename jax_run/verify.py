@@ -86,7 +86,8 @@ def verify_run(run, data, program, make_batch, evaluate):
     interval counts as different only if a loss differs by more than BOUND. Raises UserError if
     the run cannot be verified."""
     if jax.process_count() > 1:
-        raise UserError('--verify is for one process')
+        raise UserError('--verify is for one process; JAX_NUM_CPU_DEVICES=2 gives it two devices '
+                        'of the CPU')
     folder = run_folder(run.flags['out_dir'])
     intervals = find_intervals(run, folder)
     chosen = intervals[-run.flags['verify']:]

@@ -9,6 +9,7 @@ import pytest
 
 import jax_devices.processes
 import jax_run.manifest
+from jax_hub.tokenizer_files import write_char_tokenizer
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_loss
 from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
@@ -17,8 +18,8 @@ from jax_run.manifest import (
     find_changes, find_other_losses, flatten, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
-    RESUME, ROOT, assert_refused, copy_folder, edit_json, free_port, records_of, refusal, start, succeeded, train,
-    write_dataset)
+    FAMILIES, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, records_of,
+    refusal, start, succeeded, train, write_dataset)
 
 
 @pytest.fixture
@@ -280,3 +281,36 @@ def test_processes_of_other_code_do_not_train_together(flags, tmp_path):
         assert 'error: processes 0 and 1 have different code, versions or data' in err
         assert 'jax_train_utils.py is' in err and err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('script, flags, other, said', [
+    ('train_jax.py', [], 'weights', 'weights'), long('train_jax.py', ['--lora_rank=2'], 'weights', 'weights'),
+    ('sample_jax.py', ['--start=0123'], 'weights', 'weights'),
+    long('sample_jax.py', ['--start=0123'], 'letters', 'prompts'),
+    ('sample_jax.py', ['--start=FILE:a.txt'], 'text', 'prompts'),
+    long('eval_jax.py', ['--text=a.txt'], 'weights', 'weights')])
+def test_processes_with_other_files_under_the_same_names_do_not_work_together(script, flags, other, said, tmp_path):
+    n = json.loads((FAMILIES / 'llama' / 'config.json').read_text())['vocab_size']
+    letters = ''.join(map(chr, range(48, 48 + n)))
+    write_dataset(tmp_path / 'data', [1] * 600, [1] * 600, vocab_size=n)
+    machines = [tmp_path / name for name in ('a', 'b')]
+    for machine in machines:
+        shutil.copytree(FAMILIES / 'llama', machine / 'model')
+        is_other = machine == machines[1]
+        if is_other and other == 'weights':
+            edit_tensors(machine / 'model', {'model.norm.weight': np.ones(32, np.float32)})
+        write_char_tokenizer(letters[::-1] if is_other and other == 'letters' else letters, machine / 'model')
+        (machine / 'a.txt').write_text('0124' if is_other and other == 'text' else '0123')
+    if script == 'train_jax.py':
+        flags = [*flags, *SHORT, f'--out_dir={tmp_path / "out"}', f'--dataset={tmp_path / "data"}', '--block_size=16']
+    else:
+        flags = [*flags, '--tensor=2']
+    flags = [*flags, '--init_from=model', '--device=cpu', '--num_processes=2',
+             f'--coordinator_address=127.0.0.1:{free_port()}']
+    processes = [start(ROOT / script, *flags, f'--process_id={i}', cwd=machine) for i, machine in enumerate(machines)]
+    for process in processes:
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 2, err
+        assert f'error: processes 0 and 1 have different {said}' in err
+    assert not (tmp_path / 'out' / 'ckpt').exists()

@@ -242,7 +242,7 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
         processes.processes[1].kill()
         (code, _, err), _ = processes.results()
     assert code == 75
-    assert 'error: process 0 of 2 has lost the others; start all of them again, with --init_from=resume' in err
+    assert 'error: process 0 of 2 has lost the others; start all of them again, a training with --init_from=resume' in err
     assert 10 <= choose_checkpoint(killed)[0] < 100
     with Processes(2, killed, '--init_from=resume', '--device=cpu', '--max_iters=100') as processes:
         assert [code for code, *_ in processes.results()] == [0, 0]
@@ -327,15 +327,14 @@ def test_processes_that_do_not_agree_all_end_at_the_start_with_the_same_line(dat
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/cmdline'), reason='needs a file that each process sees otherwise')
-@pytest.mark.parametrize('script, flag, what', [
-    ('sample_jax.py', '--start=FILE:/proc/self/cmdline', 'prompts'),
-    ('eval_jax.py', '--text=/proc/self/cmdline', 'flags, texts or tasks')])
-def test_processes_with_other_texts_end_with_a_line(finished, script, flag, what):
-    with Processes(2, finished[0], flag, '--device=cpu', '--tensor=2', script=script) as processes:
+def test_processes_with_other_texts_end_with_a_line(finished):
+    flags = ['--text=/proc/self/cmdline', '--device=cpu', '--tensor=2']
+    with Processes(2, finished[0], *flags, script='eval_jax.py') as processes:
         results = processes.results()
     for code, _, err in results:
         assert code == 2
-        assert re.fullmatch(f'error: processes 0 and 1 have different {what}, .* digest.*', err.splitlines()[-1]), err
+        last = err.splitlines()[-1]
+        assert re.fullmatch('error: processes 0 and 1 have different flags, texts or tasks, .* digest.*', last), err
 
 
 @pytest.mark.slow
