@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jax_hub.tokenizers import tokens_digest
 from jax_run.data import load_dataset_meta, same_tokens
-from tests.common import ROOT, assert_refused, needs_hangup, run_script, wait_for
+from tests.common import GOLDEN, ROOT, assert_refused, needs_hangup, run_script, succeeded, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -423,6 +423,11 @@ def test_a_folder_is_locked_until_its_data_set_is_whole(tmp_path, env, bpe_env):
     files = parquet(tmp_path / 'in', ['the weather there'] * 9, 1)
     for script, given in (('openwebtext', files), ('fineweb', files / 'train-00000.parquet')):
         assert 'another process prepares a data set in' in refuse(script, given, '--out_dir', out, env=bpe_env)
+    row = {'messages': [{'role': 'user', 'content': 'ab'}, {'role': 'assistant', 'content': 'cd'}]}
+    (tmp_path / 'chats.jsonl').write_text(f'{json.dumps(row)}\n' * 9)
+    chats = run_script(
+        'data/chat/prepare.py', tmp_path / 'chats.jsonl', f'--tokenizer={GOLDEN / "letters"}', f'--out_dir={out}')
+    assert_refused(chats, 'another process prepares a data set in')
     os.close(lock)
     code = """
 import os, runpy, sys
@@ -468,6 +473,15 @@ def test_a_tokenizer_that_can_leave_out_characters_is_named(tmp_path, env, optio
     said = prepare('text', text_file(tmp_path, 'abab' * 20), '--tokenizer', tmp_path, '--out_dir', tmp_path / 'out',
                    env=env)
     assert ('leaves out characters' in said) == is_said
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # else a folder of the name ~ would stay in the checkout
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'a.txt').write_text('abcd' * 50)
+    for flags in (('--tokenizer=char', '--out_dir=~/data'), ('--tokenizer=~/data', '--out_dir=~/more')):
+        succeeded(run_script('data/text/prepare.py', tmp_path / 'a.txt', *flags))
+    assert (tmp_path / 'data' / 'train.bin').exists() and (tmp_path / 'more' / 'train.bin').exists()
 
 
 def test_a_file_that_is_named_twice_is_read_once(tmp_path, env):

@@ -11,16 +11,16 @@ import pytest
 import jax_transformer
 import jax_generate
 from jax_devices.layout import setup_distributed_training
-from jax_flags import Sampling, UserError
+from jax_flags import Sampling, TextSampling, UserError
 from jax_generate import (
-    Controls, PrefixCache, create_controls, decode, draw, draw_on_cpu, generate, generate_stream, prefill_layer,
-    sample_token, score, stack_controls)
+    Controls, PrefixCache, check_cache_dtype, create_controls, decode, draw, draw_on_cpu, generate, generate_stream,
+    prefill_layer, sample_token, score, stack_controls)
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sampling import draw_of_candidates, find_candidates, keep_largest
 from jax_ops.vocabulary import embed_tokens
 from jax_pretrained import load_pretrained
 from jax_transformer import PAD, MoEConfig, Stream, init_cache, update_ring_cache, without_tables
-from tests.common import FAMILIES, TINY, apply, guess, random_params, random_tokens
+from tests.common import FAMILIES, TINY, apply, guess, random_params, random_tokens, refusal
 from jax_run.speed import bytes_read_per_step, cache_bytes_read, expected_experts
 
 EXPECTED = np.load(FAMILIES / 'expected.npz')
@@ -634,3 +634,18 @@ def test_a_step_is_said_to_read_the_experts_that_its_tokens_choose(n_tokens, n_c
     rest = bytes_read_per_step(params, config, 0)
     assert bytes_read_per_step(params, config, n_tokens) == pytest.approx(rest + n_chosen * one_expert)
     assert rest == sum(leaf.nbytes for leaf in jax.tree.leaves(without_tables(params))) - 8 * one_expert
+
+
+@pytest.mark.parametrize('dtype', ['int8', 'float8'])
+def test_caches_of_8_bits_are_refused_beside_large_biases(dtype):
+    params = random_params(TINY)
+    check_cache_dtype(params, TINY, dtype)
+    large = jax.tree.map_with_path(lambda path, x: 1e3 * x if path[-1].key == 'bias' else x, params)
+    check_cache_dtype(large, TINY, 'bfloat16')
+    assert 'would change the numbers' in refusal(check_cache_dtype, large, TINY, dtype)
+
+
+def test_a_sampling_is_built_by_name():
+    for kind in (Sampling, TextSampling):
+        with pytest.raises(TypeError, match='positional'):
+            kind(0)

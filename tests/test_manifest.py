@@ -14,8 +14,8 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_lo
 from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
-    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file,
-    find_changes, find_other_losses, flatten, spread_blocks, val_digest)
+    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changes, find_other_losses, flatten,
+    say_what_differs, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
     FAMILIES, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, records_of,
@@ -180,6 +180,11 @@ def test_a_mixture_with_other_fractions_is_other_data(data, dataset, flags, tmp_
     assert_refused(train(out, *RESUME), 'is not the data of .*train.bin of other: other content')
     accepted = train(out, *RESUME, f'--dataset={dataset}:0.5,{other}:0.5', '--max_iters=3')
     assert 'other data from iteration 2 on (train.bin of other: other content)' in succeeded(accepted).stdout
+
+
+def test_a_resume_says_which_flags_are_others(capsys):
+    say_what_differs({'flags': {'weight_decay': [0.1, 0.2], 'max_iters': [10, 20]}})
+    assert capsys.readouterr().out == 'other flags than so far: weight_decay 0.1 -> 0.2\n'
 
 
 @pytest.mark.parametrize('name, value', [('beta', 0.2), ('length_normalized', True), ('block_size', 8)])

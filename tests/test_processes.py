@@ -407,6 +407,7 @@ def test_a_signal_that_timeout_sends_to_a_process_and_to_its_group_is_one():
         assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving')
         process.send_signal(signal.SIGTERM)
         time.sleep(2 * ECHO)
+        assert process.poll() is None
         assert send(signal.SIGTERM) == 'ended by SIGTERM\n'
 
 

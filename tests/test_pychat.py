@@ -121,6 +121,7 @@ def test_a_vocabulary_without_an_end_token_needs_a_template_without_it(tmp_path,
     result = run_script(
         'data/pychat/prepare.py', package, '--tokenizer', tmp_path / 'chars', '--out_dir', tmp_path / 'x')
     assert_refused(result, 'has no token that ends a text: add --template=plain')
+    assert not (tmp_path / 'x').exists()  # it is refused at once
 
 
 def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pychat, package):

@@ -286,6 +286,16 @@ def test_a_conversation_is_saved_again_into_its_file_but_into_no_other(speaking,
     assert [turn['content'] for turn in json.loads(file.read_text())['messages'][::2]] == ['ab', 'ab']
 
 
+def test_a_second_save_overwrites_no_other_file(finished, tmp_path, capsys):
+    chat = Chat(load(finished[0], device='cpu:0'), '', TextSampling())
+    other = tmp_path / 'other.txt'
+    other.write_text('mine')
+    for path in (tmp_path / 'chat.jsonl', other):
+        chat.save(str(path))
+    assert f'error: {other} exists; name another file' in capsys.readouterr().out
+    assert other.read_text() == 'mine'
+
+
 @pytest.mark.parametrize('leave', ['/exit', '/quit'])
 def test_the_commands_of_a_chat_are_never_questions_to_the_model(leave, speaking, monkeypatch):
     monkeypatch.setattr('jax_text.start_rows', None)  # an answer would fail

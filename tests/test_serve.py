@@ -864,6 +864,7 @@ def test_a_failure_of_the_batch_ends_its_answers_and_the_server_goes_on(of_run, 
 
 
 def test_connections_that_say_nothing_are_bounded_and_end(finished, monkeypatch):
+    assert (jax_apps.serve.Handler.timeout, jax_apps.serve.SILENCE, jax_apps.serve.PATIENCE) == (5, 5, 30)  # seconds
     monkeypatch.setattr(jax_apps.serve.Handler, 'timeout', 0.5)
     with serving(finished[0]) as server, contextlib.ExitStack() as clients:
         wait_for('the thread that listens', lambda: is_well(server))

@@ -254,3 +254,11 @@ def test_what_was_meant_is_named(tmp_path, monkeypatch):
             ('train_jax.py', ['--epochs=3'], 'did you mean --max_iters'),
             ('sample_jax.py', ['--init_from=my/folder'], 'there is no folder my/folder here, and cannot download')):
         assert_refused(run_script(script, *arguments), said)
+
+
+def test_a_run_knows_what_it_began_from_after_two_resumes(dataset, tmp_path):
+    out = tmp_path / 'out'
+    succeeded(train(out, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=2', '--eval_interval=2'))
+    for n in (3, 4):
+        succeeded(train(out, *RESUME, f'--max_iters={n}'))
+    assert choose_checkpoint(out)[1]['origin'] == 'scratch'

@@ -1,5 +1,6 @@
 """The training script: runs, resumes, mistakes."""
 import ast
+import contextlib
 import dataclasses
 import json
 import math
@@ -1207,6 +1208,18 @@ def test_what_is_no_training_does_not_end_a_run(what, finished, flags, tmp_path,
     assert result.returncode == 0, result.stderr
     assert ('cannot write' in result.stderr) == (what == 'metrics')
     assert final_state(out) == final_state(finished[0])
+
+
+def test_a_signal_that_a_callback_has_swallowed_deletes_no_earlier_run(run_copy, flags, monkeypatch):
+    def check_fits(*args):
+        with contextlib.suppress(SystemExit):  # as JAX's callback of the garbage collector
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr('jax_run.start.check_fits', check_fits)
+    monkeypatch.setattr(sys, 'unraisablehook', sys.unraisablehook)  # the script sets it
+    kept = sorted(path.name for path in (run_copy / 'ckpt').iterdir())
+    assert train(run_copy, *flags, '--overwrite=True').returncode == 130
+    assert sorted(path.name for path in (run_copy / 'ckpt').iterdir()) == kept
 
 
 STARTING = """
