@@ -119,6 +119,16 @@ def test_another_kind_of_machine_has_losses_within_a_bound(by, code, said, run_c
     assert lines[3].startswith(f'iterations 10 to 20: {said}')
 
 
+@pytest.mark.parametrize('name, iteration', [('val_bpb', 20), ('lr', 13)])
+def test_every_value_of_the_log_is_compared(name, iteration, run_copy):
+    path = run_copy / 'metrics.jsonl'
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    next(record for record in records if record['iter'] == iteration and name in record)[name] += 0.5
+    path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+    code, lines = verify(run_copy, '--verify=1')
+    assert code == 1 and f'1 values of the log differ, first: {name} of iteration {iteration}' in lines[-1]
+
+
 def test_another_number_of_devices_is_another_machine(run_copy):
     code, lines = verify(run_copy, '--device=cpu')
     assert code == 0
