@@ -513,11 +513,11 @@ def attend(module: nn.Module, qkv_of: Callable[[Any], tuple[Array, Array, Array]
         return attend_to_cache(module, qkv_of, kv, call, cache, scale=scale, sinks_H=sinks_H)
     key_B = dropout_keys(module, call)
     if call.may_use_kernel and config.attention != 'xla':
-        from jax_ops.fused_attention import fused_causal_attention  # sampling does without it
+        from jax_ops.fused_attention import Qkv, fused_causal_attention  # sampling needs neither
         scores = Scores(scale, config.attention_cap, **span_limits(config, layer_type))
         return fused_causal_attention(
-            config.attention, *qkv_of(kv), scores, sinks_H=sinks_H,
-            dropout=Dropout(key_B, config.dropout), start_BxT=call.start_BxT), None
+            config.attention, Qkv(*qkv_of(kv), call.start_BxT), scores, sinks_H=sinks_H,
+            dropout=Dropout(key_B, config.dropout)), None
     mask_BxTxT = attention_mask(config, layer_type, call)
     return dot_product_attention(
         *qkv_of(kv), mask_BxTxT, scale=scale, cap=config.attention_cap, sinks_H=sinks_H,

@@ -127,7 +127,7 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     """Compiles the attention of a layer and the gradient of this attention, for one sequence and
     the heads of one device (`tensor` devices share the layer's heads). Raises an exception of XLA
     if cuDNN refuses."""
-    from jax_ops.fused_attention import fused_causal_attention  # imported when it is compiled
+    from jax_ops.fused_attention import Qkv, fused_causal_attention  # imported when compiled
     here = jax.sharding.SingleDeviceSharding(device)
 
     def heads(n_heads):
@@ -139,7 +139,7 @@ def compile_cudnn(config, device, layer_type='full', tensor=1):
     scores = Scores(config.attention_scale, **span_limits(config, layer_type))
 
     def total(q, k, v):
-        y = fused_causal_attention('cudnn', q, k, v, scores)
+        y = fused_causal_attention('cudnn', Qkv(q, k, v), scores)
         return y.astype(jnp.float32).sum()
 
     jax.jit(jax.grad(total, (0, 1, 2))).lower(q, k, k).compile()

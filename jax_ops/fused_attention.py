@@ -2,8 +2,9 @@
 attention kernels of cuDNN and of TPUs (splash).
 
 fused_causal_attention calls one of them, on one device or on a mesh. The classes Scores and Dropout
-(attention.py) hold the options of the computation. The class Piece says which part of a sequence is
-on a device. The classes Sequence and Common hold the inputs of the blocks of chunked_attention."""
+(attention.py) hold the options of the computation, the class Qkv its inputs. The class Piece says
+which part of a sequence is on a device. The classes Sequence and Common hold the inputs of the
+blocks of chunked_attention."""
 import dataclasses
 import functools
 import math
@@ -26,74 +27,77 @@ from jax_ops.sharding import batch_axes, current_mesh
 # -----------------------------------------------------------------------------
 # the choice between the kernels, on one device and on a mesh
 
-def fused_causal_attention(implementation, q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H=None,
-                           dropout=NO_DROPOUT, start_BxT=None):
+class Qkv(NamedTuple):
+    """The queries, keys and values of a batch of sequences.
+
+    start_BxT: for packed rows, the first position of each token's conversation (GPT.loss). A query
+    then attends only to keys of its own conversation. None elsewhere."""
+    q_BxTxHxK: jax.Array
+    k_BxSxGxK: jax.Array  # S is T, but in a piece of a sequence
+    v_BxSxGxK: jax.Array
+    start_BxT: jax.Array | None = None
+
+
+def fused_causal_attention(implementation, qkv, scores, *, sinks_H=None, dropout=NO_DROPOUT):
     """Computes dot_product_attention of jax_transformer.py with a causal mask over the positions 0
     to T-1. Returns [B, T, H, K]. On a mesh each device computes its heads of its sequences.
 
     implementation: 'chunked' (any backend), 'cudnn' (NVIDIA GPUs) or 'splash' (TPUs).
-    scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
-    start_BxT: for packed rows, the first position of each token's conversation (GPT.loss). A query
-    then attends only to keys of its own conversation. The chunks of scores.chunk are counted from
-    the start of the conversation, not of the row. ('splash' counts them from the start of the row;
-    choose_attention refuses it for packed rows with chunks.)
+    qkv: a Qkv. scores: a Scores. dropout: a Dropout. sinks_H: see dot_product_attention.
+    In packed rows the chunks of scores.chunk are counted from the start of the conversation, not of
+    the row. ('splash' counts them from the start of the row; choose_attention refuses it for packed
+    rows with chunks.)
     Raises UserError for options that the kernels of cuDNN and TPUs lack."""
     mesh = current_mesh()
-    qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
     if mesh is None:
-        return attend_on_device(implementation, *qkv, scores, sinks_H=sinks_H, dropout=dropout,
-                                start_BxT=start_BxT)
+        return attend_on_device(implementation, qkv, scores, sinks_H=sinks_H, dropout=dropout)
 
     # splash's tables are sharded with the queries, so they enter shard_map as an argument
-    T, H = q_BxTxHxK.shape[1:3]
+    B, T, H = qkv.q_BxTxHxK.shape[:3]
     n_context = mesh.shape['context']
     kernel, kernel_spec = None, None
     if n_context > 1 and implementation == 'splash':
         kernel = splash_kernel(T, H // mesh.shape['tensor'], scores, n_context)
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, Spec(None, 'context')))
 
-    def attend_local(kernel, qkv, sinks_H, key_B, start_BxT):
-        first_group = jax.lax.axis_index('tensor') * qkv[1].shape[2]
-        options = {'sinks_H': sinks_H, 'dropout': Dropout(key_B, dropout.rate, first_group),
-                   'start_BxT': start_BxT}
+    def attend_local(kernel, qkv, sinks_H, key_B):
+        first_group = jax.lax.axis_index('tensor') * qkv.k_BxSxGxK.shape[2]
+        options = {'sinks_H': sinks_H, 'dropout': Dropout(key_B, dropout.rate, first_group)}
         if n_context == 1:
-            return attend_on_device(implementation, *qkv, scores, **options)
+            return attend_on_device(implementation, qkv, scores, **options)
         if implementation == 'cudnn':
             raise UserError('cudnn attention does not shard a sequence: use attention=chunked with '
                             'context')
-        return context_attention(*qkv, scores, kernel=kernel, **options)
+        return context_attention(qkv, scores, kernel=kernel, **options)
 
     # sequences over the batch axes, positions over context, heads over tensor
-    batch = batch_axes(len(q_BxTxHxK))
+    batch = batch_axes(B)
     heads = Spec(batch, 'context', 'tensor')
-    specs = (kernel_spec, heads, Spec('tensor'), Spec(batch), Spec(batch, 'context'))
+    specs = (kernel_spec, Qkv(heads, heads, heads, Spec(batch, 'context')), Spec('tensor'),
+             Spec(batch))
     attend_sharded = jax.shard_map(attend_local, in_specs=specs, out_specs=heads, check_vma=False)
-    return attend_sharded(kernel, qkv, sinks_H, dropout.key_B, start_BxT)
+    return attend_sharded(kernel, qkv, sinks_H, dropout.key_B)
 
 
-def attend_on_device(implementation, *qkv_and_scores, dropout, **options):
-    """Computes fused_causal_attention of whole sequences on one device. qkv_and_scores: its
-    arguments q_BxTxHxK, k_BxTxGxK, v_BxTxGxK and scores. options: its arguments sinks_H and
-    start_BxT. Raises UserError for dropout with another implementation than 'chunked'."""
+def attend_on_device(implementation, qkv, scores, *, sinks_H, dropout):
+    """Computes fused_causal_attention of whole sequences on one device. Raises UserError for
+    dropout with another implementation than 'chunked'."""
     if implementation == 'chunked':
-        return chunked_attention(*qkv_and_scores, dropout=dropout, **options)
+        return chunked_attention(qkv, scores, sinks_H=sinks_H, dropout=dropout)
     if dropout.key_B is not None:
         raise UserError(f'{implementation} attention has no dropout: use attention=chunked, or '
                         'dropout=0')
-    if implementation == 'splash':
-        return splash_attention(*qkv_and_scores, **options)
-    return cudnn_attention(*qkv_and_scores, **options)
+    attend = splash_attention if implementation == 'splash' else cudnn_attention
+    return attend(qkv, scores, sinks_H=sinks_H)
 
 
-def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropout, start_BxT,
-                      kernel):
+def context_attention(qkv, scores, *, sinks_H, dropout, kernel):
     """Computes fused_causal_attention on one of C = n_context devices, inside shard_map. Device d
     has the queries, keys and values of T consecutive positions, d T to (d + 1) T - 1. Returns the
     attention of these T queries over the keys of the whole sequence, [B, T, H, K].
 
-    kernel: a splash_kernel; None is chunked attention. scores, sinks_H, dropout: as in
-    fused_causal_attention. start_BxT: as in fused_causal_attention, but only the values for this
-    device's T positions.
+    qkv: the Qkv of this device's T positions. kernel: a splash_kernel; None is chunked attention.
+    scores, sinks_H, dropout: as in fused_causal_attention.
 
     Keys and values are all-gathered. An all-to-all exchanges the queries, so that all devices have
     the same work: the T positions of each device are cut into C pieces, and device i computes piece
@@ -105,7 +109,7 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
     keeps only about half of all scores. Chunked attention computes fewer scores if scores.window or
     scores.chunk limits the keys of a query."""
     n_context = jax.lax.axis_size('context')
-    T = q_BxTxHxK.shape[1]
+    T = qkv.q_BxTxHxK.shape[1]
     n = T // n_context
 
     def exchange(x):
@@ -115,71 +119,71 @@ def context_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, dropo
         return jax.lax.all_gather(x, 'context', axis=1, tiled=True)
 
     # the keys and values of all positions, and this device's pieces of the queries
+    q_BxTxHxK, *kv, start_BxT = qkv
     with jax.named_scope('all_gather'):
-        k_BxSxGxK, v_BxSxGxK, key_start_BxS = jax.tree.map(
-            gather, (k_BxTxGxK, v_BxTxGxK, start_BxT))
+        k_BxSxGxK, v_BxSxGxK, key_start_BxS = jax.tree.map(gather, (*kv, start_BxT))
     with jax.named_scope('all_to_all'):
         q_BxTxHxK, start_BxT = jax.tree.map(exchange, (q_BxTxHxK, start_BxT))
 
     # splash: the kernel's mask takes the pieces into account
     if kernel:
-        y_BxTxHxK = splash_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, kernel=kernel,
-                                     sinks_H=sinks_H, start_BxT=start_BxT,
-                                     key_start_BxS=key_start_BxS)
+        y_BxTxHxK = splash_attention(
+            Qkv(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, start_BxT), scores, kernel=kernel,
+            sinks_H=sinks_H, key_start_BxS=key_start_BxS)
         return exchange(y_BxTxHxK)
 
     # chunked: one piece after the other, each with the keys of the parts up to its own
     ys = []
     for part in range(n_context):
         own = slice(part * n, (part + 1) * n)
-        first_key = first_key_of(part * T, scores, start_BxT)
+        first_key = first_key_of(part * T, scores, is_packed=start_BxT is not None)
         seen = slice(first_key, (part + 1) * T)
         piece = Piece(first=part * T + jax.lax.axis_index('context') * n, first_key=first_key,
                       n_positions=n_context * T)
         start_Bxn = None if start_BxT is None else start_BxT[:, own]
+        qkv = Qkv(q_BxTxHxK[:, own], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], start_Bxn)
         ys.append(chunked_attention(
-            q_BxTxHxK[:, own], k_BxSxGxK[:, seen], v_BxSxGxK[:, seen], scores, sinks_H=sinks_H,
-            dropout=dropout, start_BxT=start_Bxn, piece=piece))
+            qkv, scores, sinks_H=sinks_H, dropout=dropout, piece=piece))
     return exchange(jnp.concatenate(ys, axis=1))
 
 
 # -----------------------------------------------------------------------------
 # kernels that come with GPUs and TPUs
 
-def cudnn_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, sinks_H, start_BxT):
+def cudnn_attention(qkv, scores, *, sinks_H):
     """Computes fused_causal_attention by cuDNN's flash attention, which is called without sinks, a
-    cap of the scores or packed rows. So this function raises UserError if sinks_H or start_BxT is
-    not None, or if scores.cap is not 0. scores.chunk must be 0, divide T, or be at least T."""
+    cap of the scores or packed rows. So this function raises UserError if sinks_H or qkv.start_BxT
+    is not None, or if scores.cap is not 0. scores.chunk must be 0, divide T, or be at least T."""
+    *arrays, start_BxT = qkv
     if sinks_H is not None or scores.cap or start_BxT is not None:
         raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
                         'attention=chunked')
-    B, T, H, K = q_BxTxHxK.shape
-    qkv = q_BxTxHxK, k_BxTxGxK, v_BxTxGxK
+    B, T, H, K = qkv.q_BxTxHxK.shape
     chunk, window = scores.chunk, scores.window
     if chunk and chunk < T:  # each chunk is computed as a sequence of its own
-        qkv = [x.reshape(B * T // chunk, chunk, *x.shape[2:]) for x in qkv]
+        arrays = [x.reshape(B * T // chunk, chunk, *x.shape[2:]) for x in arrays]
     local_window_size = None
     if window:
         local_window_size = (window - 1, 0)  # positions before the query, and after it
-    y = jax.nn.dot_product_attention(*qkv, scale=scores.scale_of(K), is_causal=True,
+    y = jax.nn.dot_product_attention(*arrays, scale=scores.scale_of(K), is_causal=True,
                                      implementation='cudnn', local_window_size=local_window_size)
-    return y.reshape(q_BxTxHxK.shape)
+    return y.reshape(B, T, H, K)
 
 
-def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, sinks_H=None,
-                     start_BxT=None, key_start_BxS=None):
+def splash_attention(qkv, scores, *, kernel=None, sinks_H=None, key_start_BxS=None):
     """Computes fused_causal_attention by splash attention, a kernel for TPUs that JAX ships.
 
-    kernel: a splash_kernel; by default the kernel for whole sequences on one device. start_BxT: for
-    each query, the start of its conversation. key_start_BxS: the same for each key; only needed if
-    the queries are one device's part of a sequence, and the keys are the whole sequence."""
+    kernel: a splash_kernel; by default the kernel for whole sequences on one device. key_start_BxS:
+    for each key, the start of its conversation, as qkv.start_BxT for each query; only needed if the
+    queries are one device's part of a sequence, and the keys are the whole sequence."""
+    q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, start_BxT = qkv
     T, H, K = q_BxTxHxK.shape[1:]
     attend = kernel or splash_kernel(T, H, scores)
 
     # the kernel has no scale, and takes one sequence, heads first
     scaled_BxTxHxK = (q_BxTxHxK * scores.scale_of(K)).astype(q_BxTxHxK.dtype)
-    q_BxHxTxK, k_BxGxTxK, v_BxGxTxK = (
-        x.swapaxes(1, 2) for x in (scaled_BxTxHxK, k_BxTxGxK, v_BxTxGxK))
+    q_BxHxTxK, k_BxGxSxK, v_BxGxSxK = (
+        x.swapaxes(1, 2) for x in (scaled_BxTxHxK, k_BxSxGxK, v_BxSxGxK))
 
     def attend_sequence(q, k, v, segment_ids):
         return attend(q, k, v, segment_ids, sinks=sinks_H)
@@ -189,7 +193,7 @@ def splash_attention(q_BxTxHxK, k_BxTxGxK, v_BxTxGxK, scores, *, kernel=None, si
     if key_start_BxS is None:
         key_start_BxS = start_BxT
     ids = None if start_BxT is None else SegmentIds(q=start_BxT, kv=key_start_BxS)
-    return jax.vmap(attend_sequence)(q_BxHxTxK, k_BxGxTxK, v_BxGxTxK, ids).swapaxes(1, 2)
+    return jax.vmap(attend_sequence)(q_BxHxTxK, k_BxGxSxK, v_BxGxSxK, ids).swapaxes(1, 2)
 
 
 @functools.lru_cache(maxsize=8)  # its tables are computed on the CPU, a minute for T = 131,072
@@ -226,16 +230,16 @@ def splash_kernel(T, H, scores, n_context=1, *, interpret=False):
 # -----------------------------------------------------------------------------
 # chunked attention: training on any backend
 
-def first_key_of(position, scores, start_BxT=None):
+def first_key_of(position, scores, *, is_packed):
     """Returns the position of the first key that causal_mask allows for a query at `position`.
     scores: the settings of the attention, with its window or chunk. Without a window or chunks,
     returns 0.
 
-    In packed rows (start_BxT is given), chunks are counted from the start of each conversation, not
-    of the row. The first key then differs from row to row. In this case returns a lower bound that
-    holds for all rows: max(0, position + 1 - scores.chunk)."""
+    In packed rows (is_packed), chunks are counted from the start of each conversation, not of the
+    row. The first key then differs from row to row. In this case returns a lower bound that holds
+    for all rows: max(0, position + 1 - scores.chunk)."""
     window, chunk = scores.window, scores.chunk
-    if start_BxT is not None:
+    if is_packed:
         # wherever the conversation begins, a query sees at most `chunk` positions
         window, chunk = window or chunk, 0
     if chunk:
@@ -275,8 +279,7 @@ class Common:
 
 
 @functools.partial(jax.jit, static_argnames='scores')
-def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, dropout=NO_DROPOUT,
-                      start_BxT=None, piece=None):
+def chunked_attention(qkv, scores, *, sinks_H=None, dropout=NO_DROPOUT, piece=None):
     """Computes fused_causal_attention in blocks of queries, on any backend. Values may have another
     width than keys.
 
@@ -290,6 +293,7 @@ def chunked_attention(q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, scores, *, sinks_H=None, 
     piece: a Piece, if the T queries and S keys are only a part of each sequence. The T positions
     are then consecutive, and so are the S positions. For the size of a block of a piece, see
     attend_piece."""
+    q_BxTxHxK, k_BxSxGxK, v_BxSxGxK, start_BxT = qkv
     T, H = q_BxTxHxK.shape[1:3]
     G = k_BxSxGxK.shape[2]
     common = Common(scores, H // G, piece.n_positions if piece else T, sinks_H, dropout)
@@ -335,14 +339,15 @@ def attend_sequence(common, sequence, n, in_loop):
     ks, vs = (jax.lax.split(x_GxSxK.astype(jnp.float32), sizes, axis=1)
               for x_GxSxK in (sequence.k_GxSxK, sequence.v_GxSxK))
     dtype = sequence.v_GxSxK.dtype
+    is_packed = sequence.start_T is not None
     ys = []
     for i, q in enumerate(qs):
         # the keys; the first block has the first key that any of these queries may see
-        first_block = first_key_of(i * n, common.scores, sequence.start_T) // n
+        first_block = first_key_of(i * n, common.scores, is_packed=is_packed) // n
         seen = slice(first_block, i + 1)
         k, v = (jnp.concatenate(blocks[seen], axis=1).astype(dtype) for blocks in (ks, vs))
         start_n = None
-        if sequence.start_T is not None:
+        if is_packed:
             start_n = sequence.start_T[i * n:(i + 1) * n]
         ys.append(attend(i * n, first_block * n, Sequence(q, k, v, sequence.key, start_n)))
     return jnp.concatenate(ys, axis=1)

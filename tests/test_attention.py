@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import jax_ops.fused_attention
 from jax_ops.attention import Dropout, Scores, attend_to_used_slots, blockwise_attention, causal_mask
-from jax_ops.fused_attention import chunked_attention, fused_causal_attention, splash_attention, splash_kernel
+from jax_ops.fused_attention import Qkv, chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
 from jax_transformer import GPT, GPTConfig, dot_product_attention
 from tests.common import random_params
@@ -58,8 +58,8 @@ def test_attention_by_blocks_and_the_kernel_for_tpus_are_attention_in_values_and
     plain = functools.partial(dot_product_attention, mask_BxTxS=mask, scale=0.1, cap=cap)
     scores = Scores(scale=0.1, cap=cap, **spans)
     kernel = splash_kernel(256, 4, scores, interpret=True)
-    splash = functools.partial(splash_attention, scores=scores, kernel=kernel)
-    chunked = functools.partial(chunked_attention, scores=scores)
+    splash = lambda q, k, v, **options: splash_attention(Qkv(q, k, v), scores, kernel=kernel, **options)
+    chunked = lambda q, k, v, **options: chunked_attention(Qkv(q, k, v), scores, **options)
 
     def values_and_gradients(attention, **options):
         total = lambda q, k, v: jnp.sin(attention(q, k, v, **options)).sum()
@@ -129,7 +129,7 @@ def test_blockwise_attention_gives_zeros_to_queries_that_see_no_key():
 def test_dropout_of_chunked_attention_on_a_mesh_is_that_of_one_device():
     q, k, v, _ = attention_arguments(B=4, T=160, H=4, G=2, K=8)
     dropout = Dropout(jax.random.split(jax.random.key(1), 4), rate=0.3)
-    attention = functools.partial(fused_causal_attention, 'chunked', scores=Scores(), dropout=dropout)
+    attention = lambda q, k, v: fused_causal_attention('chunked', Qkv(q, k, v), Scores(), dropout=dropout)
     mesh = create_mesh(jax.devices()[:4], tp_size=2, fsdp=2)
     heads = NamedSharding(mesh, P(BATCH, None, 'tensor'))
 
@@ -167,8 +167,8 @@ def test_splash_attention_computes_the_queries_of_one_of_several_devices(limits)
                              kernel, specs)
         weight = np.zeros_like(q)
         weight[:, own] = np.cos(np.arange(T // C * H * K)).reshape(1, -1, H, K)
-        splash = lambda q, k, v: splash_attention(q[:, own], k, v, scores, kernel=local)
-        chunked = lambda q, k, v: chunked_attention(q, k, v, scores)
+        splash = lambda q, k, v: splash_attention(Qkv(q[:, own], k, v), scores, kernel=local)
+        chunked = lambda q, k, v: chunked_attention(Qkv(q, k, v), scores)
         values, gradients = values_and_gradients(splash, weight[:, own])
         expected_values, expected_gradients = values_and_gradients(chunked, weight)
         np.testing.assert_allclose(values, expected_values[:, own], atol=1e-5)

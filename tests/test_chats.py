@@ -1,6 +1,5 @@
 """Whole conversations packed into rows: from the file to the update, each as if it were alone, in several layouts."""
 import dataclasses
-import functools
 import hashlib
 import json
 import os
@@ -21,7 +20,7 @@ from jax_devices.choose import choose_attention
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
 from jax_ops.attention import Scores
-from jax_ops.fused_attention import chunked_attention, fused_causal_attention, splash_attention, splash_kernel
+from jax_ops.fused_attention import Qkv, chunked_attention, fused_causal_attention, splash_attention, splash_kernel
 from jax_ops.sharding import BATCH, create_mesh
 from jax_run.data import load_dataset_meta
 from jax_run.log import read_metrics
@@ -236,8 +235,9 @@ def test_the_kernel_for_tpus_and_chunked_attention_keep_conversations_apart(span
     scores = Scores(scale=0.1, **spans)
     kernel = splash_kernel(256, 4, scores, interpret=True)
     expected = values_and_gradients(dot_product_attention, scale=0.1, mask_BxTxS=mask)
-    for got in (values_and_gradients(chunked_attention, scores=scores, start_BxT=start),
-                values_and_gradients(splash_attention, scores=scores, start_BxT=start.astype(np.int32), kernel=kernel)):
+    chunked = lambda q, k, v: chunked_attention(Qkv(q, k, v, start), scores)
+    splash = lambda q, k, v: splash_attention(Qkv(q, k, v, start.astype(np.int32)), scores, kernel=kernel)
+    for got in (values_and_gradients(chunked), values_and_gradients(splash)):
         for a, b in zip(got, expected):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
 
@@ -249,17 +249,17 @@ def test_conversations_stay_apart_on_a_mesh(spans, axes):
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(4, 160, n, 8)).astype(np.float32) for n in (4, 2, 2))
     start = find_starts(make_rows(4)[1][:, :-1])
-    attention = functools.partial(fused_causal_attention, 'chunked', scores=Scores(**spans))
+    attention = lambda q, k, v, start=None: fused_causal_attention('chunked', Qkv(q, k, v, start), Scores(**spans))
     n_devices = int(np.prod(list(axes.values())))
     mesh = create_mesh(jax.devices()[:n_devices], **{'tp_size': 1} | axes)
 
     def on_mesh(q, k, v, start):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return attention(q, k, v, start_BxT=start)
+            return attention(q, k, v, start)
 
     heads, rows = (NamedSharding(mesh, spec) for spec in (P(BATCH, 'context', 'tensor'), P(BATCH, 'context')))
     sharded = jax.jit(on_mesh)(*jax.device_put((q, k, v), heads), jax.device_put(start, rows))
-    np.testing.assert_allclose(sharded, jax.jit(attention)(q, k, v, start_BxT=start), atol=1e-5)
+    np.testing.assert_allclose(sharded, jax.jit(attention)(q, k, v, start), atol=1e-5)
     assert abs(np.asarray(sharded) - np.asarray(jax.jit(attention)(q, k, v))).max() > 0.1
 
 
@@ -313,7 +313,7 @@ def test_auto_takes_chunked_attention_for_packed_rows_where_cudnn_would_be_and_s
         choose_attention('cudnn', config, gpu, packed=True)
     with pytest.raises(UserError, match='cudnn attention has no sinks, cap of scores or packed rows'):
         fused_causal_attention(
-            'cudnn', *np.zeros((3, 1, 8, 2, 8), np.float32), Scores(), start_BxT=np.zeros((1, 8), np.int32))
+            'cudnn', Qkv(*np.zeros((3, 1, 8, 2, 8), np.float32), np.zeros((1, 8), np.int32)), Scores())
 
 
 def test_a_run_on_packed_rows_learns_and_resumes_exactly(chatting, tmp_path):

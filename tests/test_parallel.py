@@ -23,7 +23,7 @@ from jax_generate import Controls, DecodeState, decode, prefill
 from jax_ops.attention import Dropout, Scores
 from jax_ops.decode_weights import convert_params_for_decoding, order_columns_by_rank
 from jax_ops.experts import mix_experts
-from jax_ops.fused_attention import fused_causal_attention
+from jax_ops.fused_attention import Qkv, fused_causal_attention
 from jax_ops.matmul import linear, matmul_int8
 from jax_ops.sharding import (
     AXES, BATCH, COLUMN_PARALLEL, EXPERTS, ROW_PARALLEL, create_mesh, partition_specs, shard)
@@ -676,7 +676,7 @@ def trace_chunked_attention():
     q, kv, keys = jnp.zeros((4, 256, 4, 16)), jnp.zeros((4, 256, 2, 16)), jax.random.split(jax.random.key(0), 4)
 
     def total(q, k, v):
-        return fused_causal_attention('chunked', q, k, v, Scores(), dropout=Dropout(keys, 0.1)).sum()
+        return fused_causal_attention('chunked', Qkv(q, k, v), Scores(), dropout=Dropout(keys, 0.1)).sum()
 
     return jax.grad(total, (0, 1, 2))(q, kv, kv)
 
