@@ -814,8 +814,13 @@ def test_what_cudnn_cannot_do_falls_back_to_xla_and_is_refused_where_cudnn_was_a
     position='rope', layer_types=('window', 'full', 'nope', 'chunk'), window=8, chunk=80)])
 def test_cudnn_takes_shared_key_heads_windows_and_chunks_and_is_compiled_with_them(monkeypatch, changes):
     compiled = []
-    monkeypatch.setattr('jax_ops.fused_attention.fused_causal_attention', lambda implementation, q, k, v, scores: (
-        compiled.append((q.shape[2], k.shape[2], scores.scale, scores.window, scores.chunk)) or q))
+
+    def attention(implementation, qkv, scores):
+        q, k = qkv[:2]
+        compiled.append((q.shape[2], k.shape[2], scores.scale, scores.window, scores.chunk))
+        return q
+
+    monkeypatch.setattr('jax_ops.fused_attention.fused_causal_attention', attention)
     config = dataclasses.replace(LONG_BF16, **changes)
     device = jax.devices()[0]
     for layer_type in config.layer_types:
