@@ -72,11 +72,12 @@ if not (text + tasks).strip(', '):
 for name, path in (('output', output), ('logprobs', logprobs)):
     if os.path.isdir(path):
         raise UserError(f'{name}={path} is a folder; name a file')
+    parent = os.path.dirname(path) or '.'
     try:
-        os.makedirs(os.path.dirname(path) or '.', exist_ok=True)
+        os.makedirs(parent, exist_ok=True)
     except OSError as error:
         raise UserError(f'cannot write {name}={path}: {error.strerror}') from None
-    if path and not os.access(os.path.dirname(path) or '.', os.W_OK):
+    if path and not os.access(parent, os.W_OK):
         raise UserError(f'cannot write {name}={path}: the folder is read-only')
 
 

@@ -116,21 +116,6 @@ def read_field(body, name, *kinds):
     return value
 
 
-def read_length(body):
-    """Returns the largest number of new tokens that a request asks for, or None if the request does
-    not say it. The number may be 0 with echo, for the log-probabilities of the prompt alone. body:
-    the request's JSON object. Raises Refusal for a smaller number."""
-    least = 0 if body.get('echo') else 1
-    found = None
-    for name in ('max_completion_tokens', 'max_tokens', 'max_new_tokens'):
-        n = read_field(body, name, int)
-        if n is not None and n < least:
-            raise Refusal(400, f'{name} must be at least {least}', name)
-        if found is None:
-            found = n
-    return found
-
-
 def read_sampling(body, sampling, n_vocab):
     """Returns the TextSampling that a request asks for. body: the request's JSON object. sampling:
     the server's TextSampling. Its fields are the defaults for the fields that the request leaves
@@ -151,10 +136,15 @@ def read_sampling(body, sampling, n_vocab):
         if value is not None:
             changes[name] = value
 
-    # the length of the answer, at most that of the server: finish_reason says 'length' there
-    n = read_length(body)
-    if n:
-        changes['max_new_tokens'] = min(n, sampling.max_new_tokens)
+    # the length of the answer, at most that of the server: finish_reason says 'length' there. With
+    # echo it may be 0, for the log-probabilities of the prompt alone
+    least = 0 if body.get('echo') else 1
+    for name in ('max_completion_tokens', 'max_tokens', 'max_new_tokens'):
+        n = read_field(body, name, int)
+        if n is not None and n < least:
+            raise Refusal(400, f'{name} must be at least {least}', name)
+        if n is not None:
+            changes.setdefault('max_new_tokens', min(n, sampling.max_new_tokens))
 
     # the tokens and the texts that end it
     tokens = read_field(body, 'stop_token_ids', list) or []
@@ -247,7 +237,6 @@ class Job:
         self.sampling = read_sampling(body, server.sampling, n_vocab)
         self.has_seed = body.get('seed') not in (None, -1)
         self.echo = bool(read_field(body, 'echo', bool))
-        self.continues_prompts = read_length(body) != 0
         logprobs = read_field(body, 'logprobs', bool if is_chat else int)
         if logprobs and not is_chat and not (self.echo and logprobs == 1):
             raise Refusal(400, 'logprobs must be 0, for the log-probabilities of the tokens '
@@ -534,40 +523,36 @@ class Server(ThreadingHTTPServer):
             job.events.put(None)
 
     def score(self, job, prompts):
-        """Answers a Job with echo: continues each prompt (unless max_tokens is 0), then scores the
-        prompt and its continuation. Yields True after each chunk of the continuations, and after
-        each piece of the scoring; take_turns then continues with other answers.
+        """Answers a Job with echo: continues each prompt, then scores the prompt and its
+        continuation. Yields True after each chunk of the continuations, and after each piece of the
+        scoring; take_turns then continues with other answers.
 
         At the end puts a list of Ends, one for each prompt, into job.events. The text and the
         log-probabilities of an End are of the prompt and its continuation. prompts: lists of token
         ids."""
-        decode = self.model.tokenizer.decode
-        rows = prompts
-        ends = [End(decode(ids), 'length', len(ids), 0, None) for ids in prompts]
-        if job.continues_prompts:
-            generation = Generation(
-                self.model, prompts, job.sampling, streaming=True, logprobs=True)
-            if not (yield from self.make_all(job, generation)):
-                return
-            rows = [generation.result.tokens[i, :count_tokens(generation, i)].tolist()
-                    for i in range(len(prompts))]
-            ends = [describe_end(job, generation, i)._replace(text=generation.texts[i])
-                    for i in range(len(prompts))]
-
+        generation = Generation(
+            self.model, prompts, job.sampling, streaming=True, logprobs=True)
+        if not (yield from self.make_all(job, generation)):
+            return
+        rows = [generation.result.tokens[i, :count_tokens(generation, i)].tolist()
+                for i in range(len(prompts))]
         # few rows at a time, so that other answers wait for a short piece only
         items = [[(ids, 1)] for ids in rows]
         pieces = self.model.score_in_pieces(items, batch_size=ECHO_ROWS, with_top=True)
         scores = yield from self.make_all(job, pieces)
         if not scores:
             return
+        ends = []
+        decode = self.model.tokenizer.decode
         for i, (ids, [(logprobs, _, top, top_logprobs)]) in enumerate(zip(rows, scores)):
+            texts = [decode([token]) for token in ids]
             likeliest = [{decode([token]): logprob}
                          for token, logprob in zip(top.tolist(), top_logprobs.tolist())]
-            ends[i] = ends[i]._replace(logprobs={
-                'tokens': [decode([token]) for token in ids],
-                'token_logprobs': [None, *logprobs.tolist()],
-                'top_logprobs': [None, *likeliest],
-                'text_offset': find_ends(decode, ids)[:-1]})
+            ends.append(describe_end(job, generation, i)._replace(
+                text=generation.texts[i], logprobs={
+                    'tokens': texts, 'token_logprobs': [None, *logprobs.tolist()],
+                    'top_logprobs': [None, *likeliest],
+                    'text_offset': find_ends(decode, ids)[:-1]}))
         job.events.put(ends)
 
     def make_all(self, job, chunks):

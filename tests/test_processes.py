@@ -242,7 +242,8 @@ def test_two_processes_give_the_curve_of_one_and_survive_the_death_of_one_bit_fo
         processes.processes[1].kill()
         (code, _, err), _ = processes.results()
     assert code == 75
-    assert 'error: process 0 of 2 has lost the others; start all of them again, a training with --init_from' in err
+    assert ('error: process 0 of 2 has lost the others; start all of them again, a training with '
+            '--init_from=resume' in err)
     assert 10 <= choose_checkpoint(killed)[0] < 100
     with Processes(2, killed, '--init_from=resume', '--device=cpu', '--max_iters=100') as processes:
         assert [code for code, *_ in processes.results()] == [0, 0]

@@ -197,7 +197,8 @@ def main():
         sys.exit(check(read_json(Path(args.check)), flags, args.all))
     if args.all:
         parser.error('--all needs --check')
-    if args.save and not os.path.isdir(os.path.dirname(args.save) or '.') or os.path.isdir(args.save or ''):
+    has_folder = not args.save or os.path.isdir(os.path.dirname(args.save) or '.')
+    if not has_folder or args.save and os.path.isdir(args.save):
         parser.error(f'--save={args.save} is not a file in a folder that exists')
     seeds, devices, manifests = zip(*[run(args.config, seed, flags) for seed in args.seeds])
     row = {
