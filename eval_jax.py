@@ -292,6 +292,11 @@ def encode_item(items, index, n_examples, delimiter, in_bundle):
     return [(ids, max(1, min(start, len(ids) - 1))) for ids, start in zip(rows, starts)]
 
 
+def agree_on_tokens(ids):
+    """Raises UserError if the processes have other token ids, because their tokenizers differ."""
+    check_agreement('tokenizers', {'the digest of the tokens': digest(ids)})
+
+
 def prompts_of(item, delimiter):
     """Returns one text for each option of an item: the context, the delimiter and the
     continuation. item: a row of a task in a bundle (a folder of tasks, see above)."""
@@ -319,6 +324,7 @@ def evaluate_task(name, items, n_examples, delimiter, guessing):
     rows = []
     for i, item in enumerate(items):
         rows.append(at(item['place'], encode_item, items, i, n_examples, delimiter, in_bundle))
+    agree_on_tokens(rows)
 
     # The length to which prompts are cut.
     task_options = dict(options)
@@ -363,6 +369,7 @@ def evaluate_text(path):
     file. Warns if the text spells special tokens, because a data set has other tokens there. Warns
     if the file has rows, because a data set has only their texts."""
     content = texts[path]
+    agree_on_tokens(model.encode_document(content))
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
     special = getattr(model.tokenizer, 'special_ids', {model.tokenizer.start_token})

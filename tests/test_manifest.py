@@ -294,11 +294,13 @@ def test_processes_of_other_code_do_not_train_together(flags, tmp_path):
     ('sample_jax.py', ['--start=0123'], 'weights', 'weights'),
     long('sample_jax.py', ['--start=0123'], 'letters', 'prompts'),
     ('sample_jax.py', ['--start=FILE:a.txt'], 'text', 'prompts'),
-    long('eval_jax.py', ['--text=a.txt'], 'weights', 'weights')])
+    long('eval_jax.py', ['--text=a.txt'], 'weights', 'weights'),
+    ('eval_jax.py', ['--text=a.txt'], 'letters', 'tokenizers'),
+    long('eval_jax.py', ['--tasks=a.jsonl'], 'letters', 'tokenizers')])
 def test_processes_with_other_files_under_the_same_names_do_not_work_together(script, flags, other, said, tmp_path):
     n = json.loads((FAMILIES / 'llama' / 'config.json').read_text())['vocab_size']
-    letters = ''.join(map(chr, range(48, 48 + n)))
-    write_dataset(tmp_path / 'data', [1] * 600, [1] * 600, vocab_size=n)
+    letters = ''.join(map(chr, range(32, 32 + n)))
+    write_dataset(tmp_path / 'data', [1] * 600, [1] * 600, chars=letters)
     machines = [tmp_path / name for name in ('a', 'b')]
     for machine in machines:
         shutil.copytree(FAMILIES / 'llama', machine / 'model')
@@ -307,6 +309,7 @@ def test_processes_with_other_files_under_the_same_names_do_not_work_together(sc
             edit_tensors(machine / 'model', {'model.norm.weight': np.ones(32, np.float32)})
         write_char_tokenizer(letters[::-1] if is_other and other == 'letters' else letters, machine / 'model')
         (machine / 'a.txt').write_text('0124' if is_other and other == 'text' else '0123')
+        (machine / 'a.jsonl').write_text('{"query": "01", "choices": ["2", "3"], "gold": 0}\n')
     if script == 'train_jax.py':
         flags = [*flags, *SHORT, f'--out_dir={tmp_path / "out"}', f'--dataset={tmp_path / "data"}', '--block_size=16']
     else:
