@@ -146,16 +146,23 @@ class Call(struct.PyTreeNode):
     may_use_kernel: bool = struct.field(pytree_node=False, default=False)
 
 
-def create_call(idx_BxT: Array, position_BxT: Array | None = None, seq_id_B: Array | None = None,
-                start_BxT: Array | None = None, padding_BxT: Array | None = None) -> Call:
-    """Returns the Call of the tokens idx_BxT. position_BxT: the position of each token. If it is
-    not given, the positions are 0 .. T-1; with start_BxT (packed rows), they are counted from the
-    start of each conversation. The other parameters are the fields of Call."""
+def create_call(idx_BxT: Array, position_BxT: Array | None = None, *, deterministic: bool = True,
+                seq_id_B: Array | None = None, start_BxT: Array | None = None,
+                padding_BxT: Array | None = None) -> Call:
+    """Returns the Call of the tokens idx_BxT. The parameters are described at GPT.__call__ and
+    GPT.loss. If position_BxT is not given, the positions are 0 .. T-1; with start_BxT (packed
+    rows), they are counted from the start of each conversation."""
+    B, T = idx_BxT.shape[:2]
     is_consecutive = position_BxT is None
     if is_consecutive:
-        position_BxT = jnp.arange(idx_BxT.shape[1])[None]
+        position_BxT = jnp.arange(T)[None]
         if start_BxT is not None:
             position_BxT -= start_BxT
+    # dropout is on where the sequences have ids
+    if deterministic:
+        seq_id_B = None
+    elif seq_id_B is None:
+        seq_id_B = jnp.arange(B)
     return Call(position_BxT, seq_id_B, start_BxT, padding_BxT, may_use_kernel=is_consecutive)
 
 
@@ -392,8 +399,9 @@ class GPT(nn.Module):
         numbers; 0, 1, 2, ... if not given.
         logit_position_B: if given, only the logits at index logit_position_B[b] of each sequence b
         are computed, [B, 1, V]."""
-        stream, _ = self.hidden(
+        call = create_call(
             idx_BxT, position_BxT, deterministic=deterministic, seq_id_B=seq_id_B)
+        stream, _ = self.hidden(idx_BxT, call)
         x_BxTxD = stream.x_BxTxD
         if logit_position_B is not None:
             x_BxTxD = jnp.take_along_axis(x_BxTxD, logit_position_B[:, None, None], axis=1)
@@ -403,7 +411,7 @@ class GPT(nn.Module):
         """Adds the T tokens to the KV cache, and computes their logits. A token attends to the
         tokens in the cache up to its own position. Returns (the logits, float32 [B, T, V], as in
         __call__; the new cache). cache: see init_cache. position_BxT: PAD marks padding."""
-        stream, cache = self.hidden(idx_BxT, position_BxT, cache)
+        stream, cache = self.hidden(idx_BxT, create_call(idx_BxT, position_BxT), cache)
         return self.head(stream.x_BxTxD, training=False), cache
 
     def loss(self, idx_BxT: Array, targets_BxT: Array, *, loss_chunk: int = 0,
@@ -418,9 +426,10 @@ class GPT(nn.Module):
         each token starts, as an index in the row. A token attends to its own conversation only, and
         its position counts from this start.
         padding_BxT: True for padding, which the load-balancing loss of experts does not count."""
-        stream, _ = self.hidden(
+        call = create_call(
             idx_BxT, deterministic=deterministic, seq_id_B=seq_id_B, start_BxT=start_BxT,
             padding_BxT=padding_BxT)
+        stream, _ = self.hidden(idx_BxT, call)
 
         def loss_of(x_BxTxD, target_BxT):
             return cross_entropy(self.head(x_BxTxD, training=True), target_BxT)
@@ -445,24 +454,14 @@ class GPT(nn.Module):
             x_BxTxD += wpe_BxTxD.astype(cfg.dtype)
         return Stream(dropout(self, x_BxTxD, call))
 
-    def hidden(self, idx_BxT: Array, position_BxT: Array | None = None, cache: dict | None = None,
-               *, deterministic: bool = True, seq_id_B: Array | None = None,
-               start_BxT: Array | None = None,
-               padding_BxT: Array | None = None) -> tuple[Stream, dict | None]:
-        """Returns (the Stream after the last norm; the new cache, or None without a cache). The
-        arguments are described at __call__, with_cache and loss. Raises ValueError if T is more
-        than block_size."""
+    def hidden(self, idx_BxT: Array, call: Call,
+               cache: dict | None = None) -> tuple[Stream, dict | None]:
+        """Returns (the Stream after the last norm; the new cache, or None without a cache). call:
+        see create_call. cache: see init_cache. Raises ValueError if T is more than block_size."""
         cfg = self.config
-        B, T = idx_BxT.shape
+        T = idx_BxT.shape[1]
         if T > cfg.block_size:
             raise ValueError(f'{T} tokens do not fit in block_size {cfg.block_size}')
-        # dropout is on where the sequences have ids
-        if deterministic:
-            seq_id_B = None
-        elif seq_id_B is None:
-            seq_id_B = jnp.arange(B)
-        call = create_call(
-            idx_BxT, position_BxT, seq_id_B=seq_id_B, start_BxT=start_BxT, padding_BxT=padding_BxT)
         if self.is_initializing():
             call = call.replace(may_use_kernel=False)  # no kernel is for a single token
         stream = self.embed(idx_BxT, call)

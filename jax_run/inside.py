@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_flags import UserError
 from jax_generate import power_of_two
-from jax_transformer import GPT, Block
+from jax_transformer import GPT, Block, create_call
 
 COLLECTION = 'intermediates'  # flax's name for the collected outputs
 
@@ -64,7 +64,7 @@ def compute_part(params, idx_1xT, *, config, part):
         return is_block or method in ('embed', 'hidden')
 
     _, found = model.apply(
-        {'params': params}, idx_1xT, method='hidden', mutable=[COLLECTION],
+        {'params': params}, idx_1xT, create_call(idx_1xT), method='hidden', mutable=[COLLECTION],
         capture_intermediates=is_kept)
     found = found[COLLECTION]
     layers = [found[f'h_{i}'] for i in range(config.n_layer)]
