@@ -446,13 +446,14 @@ def test_tokens_that_are_added_beside_tokenizer_json_have_transformers_ids(tmp_p
         assert tokenizer.tokenizer.encode(token).ids == theirs(token).input_ids
 
 
-def mistral_folder(folder, split, **config):
+def mistral_folder(folder, split, n_fillers=None, first='filler', **config):
     """A folder of Mistral with a tokenizer of as many tokens as theirs, without merges of its words."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from jax_hub.tokenizers import MISTRAL_SIZE
     words = ['Na', 'OH', 'NaOH', '20', '202', '2026']
     vocab = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *words])}
-    vocab |= {f'filler{i}': len(vocab) + i for i in range(MISTRAL_SIZE)}
+    n_fillers = MISTRAL_SIZE if n_fillers is None else n_fillers
+    vocab |= {first: len(vocab)} | {f'filler{i}': len(vocab) + i for i in range(1, n_fillers)}
     merges = [('N', 'a'), ('O', 'H'), ('Na', 'OH'), ('2', '0'), ('20', '2'), ('202', '6')]
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
@@ -485,7 +486,8 @@ def test_mistrals_wrong_split_is_mended_and_said_but_a_run_keeps_its_own(tmp_pat
     # A run that was trained with the wrong one keeps it; so do others' folders in which it is right.
     as_it_is = ['NaOH', '202', '6']
     assert tokens_of(wrong, is_copy=True) == as_it_is
-    for name, config in (('new', {'transformers_version': '5.1.0'}), ('llama', {'model_type': 'llama'})):
+    for name, config in (('new', {'transformers_version': '5.1.0'}), ('llama', {'model_type': 'llama'}),
+                         ('llama 3', {'first': '<|begin_of_text|>'}), ('small', {'n_fillers': 1})):
         assert tokens_of(mistral_folder(tmp_path / name, LLAMA3_SPLIT, **config)) == as_it_is
     edit_json(wrong / 'tokenizer_config.json', fix_mistral_regex=False)
     assert tokens_of(wrong) == as_it_is
