@@ -14,6 +14,7 @@ import pytest
 
 from jax_devices.layout import setup_distributed_training
 from jax_flags import UserError
+from jax_hub.chats import bytes_of_spans
 from jax_hub.tokenizer_files import copy_tokenizer
 from jax_hub.tokenizers import GPT2Tokenizer, HFTokenizer
 from jax_run.data import same_tokens
@@ -412,6 +413,13 @@ def test_a_token_counts_if_some_of_it_is_the_answers_unless_it_is_a_special_toke
         for templates in ('templates', 'marked'):
             tokenizer = made_tokenizer(CHAT_MASKS[templates]['phi3'], kind)
             assert counted_pieces(tokenizer, messages) == pieces
+
+
+def test_the_bytes_of_a_character_of_several_tokens_count_once():
+    text = 'a\u00e9\u6f22\U0001f600b'
+    spans = [(0, 1), (1, 2), (1, 3), (3, 4), (3, 4), (4, 4), (4, 5)]  # a token may also have the end of a character
+    starts, ends = np.array(spans).T
+    assert bytes_of_spans(text, starts, ends).tolist() == [1, 2, 3, 4, 0, 0, 1]
 
 
 @pytest.mark.parametrize('request_end, answer', [
