@@ -850,6 +850,16 @@ def test_a_new_answer_waits_for_at_most_one_chunk(of_run, monkeypatch, n):
     assert max(waited) <= 2, f'{waited}'
 
 
+@pytest.mark.parametrize('is_stream', [False, True])
+def test_an_answer_that_has_ended_makes_room_at_once(of_run, is_stream):
+    model = of_run.model
+    generation = Generation(model, [model.encode('the fox')], TextSampling(max_new_tokens=20), streaming=True)
+    job = types.SimpleNamespace(is_gone=lambda: False, is_stream=is_stream, is_chat=False, events=queue.Queue())
+    turns = [generation.decoder.is_over for _ in of_run.make_pieces(job, generation)]
+    assert turns and not any(turns)  # the turn after the last chunk is another answer's
+    assert generation.decoder.is_over
+
+
 def test_a_failure_of_the_batch_ends_its_answers_and_the_server_goes_on(of_run, monkeypatch, capsys):
     expected = complete(of_run, seed=7).choices[0].text
 
