@@ -46,7 +46,7 @@ def test_each_request_has_the_text_that_it_has_alone(model, batch_size, n_reques
                               'logprob': pytest.approx(alone.describe(0)['logprob'], abs=1e-3)}
 
 
-def test_an_answer_that_has_ended_makes_room_for_the_next_request(model, monkeypatch):
+def test_an_answer_that_has_ended_makes_room_for_the_next_request(model, batches, monkeypatch):
     monkeypatch.setattr(jax_apps.batching, 'CHUNK', 1)
     taken = []
 
@@ -60,6 +60,7 @@ def test_an_answer_that_has_ended_makes_room_for_the_next_request(model, monkeyp
         numbers.append(answer['number'])
         assert len(taken) <= len(numbers) + 2
     assert numbers == [1, 2, 3, 0]
+    assert batches == [2] * 6 + [1] * 3  # at once: no chunk is decoded between an end and the next answer
 
 
 def test_answers_that_end_together_are_followed_by_answers_that_begin_together(model, batches, monkeypatch):
