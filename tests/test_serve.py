@@ -467,7 +467,9 @@ def test_several_prompts_and_samples_are_one_batch_with_the_texts_that_each_has_
     ids = [of_run.model.encode(text) for text in texts]
     assert [choice.text for choice in complete(of_run, prompt=ids, seed=5, max_tokens=9).choices] == alone
     assert complete(of_run, prompt=ids[0], seed=5, max_tokens=9).choices[0].text == alone[0]
-    samples = complete(of_run, seed=5, max_tokens=9, n=3).choices
+    answer = complete(of_run, seed=5, max_tokens=9, n=3)
+    samples = answer.choices
+    assert answer.usage.prompt_tokens == len('the fox')  # once, for all samples
     assert [choice.text for choice in samples] == [
         text.removeprefix('the fox') for text in of_run.model.generate(
             ['the fox'], num_samples=3, seed=5, max_new_tokens=9, temperature=0.8, top_k=200)]
