@@ -640,9 +640,18 @@ def test_a_step_is_said_to_read_the_experts_that_its_tokens_choose(n_tokens, n_c
 def test_caches_of_8_bits_are_refused_beside_large_biases(dtype):
     params = random_params(TINY)
     check_cache_dtype(params, TINY, dtype)
-    large = jax.tree.map_with_path(lambda path, x: 1e3 * x if path[-1].key == 'bias' else x, params)
+
+    def with_biases(*norms, of='c_attn'):
+        """Those of queries, keys and values, of two heads each, have these norms."""
+        bias = np.repeat(norms, TINY.head_width) / TINY.head_width ** 0.5
+        return jax.tree.map_with_path(
+            lambda path, x: np.resize(bias, x.shape) if [key.key for key in path[-2:]] == [of, 'bias'] else x, params)
+
+    check_cache_dtype(with_biases(*[31] * 6), TINY, dtype)  # each head counts by itself
+    check_cache_dtype(with_biases(600, of='c_fc'), TINY, dtype)
+    large = with_biases(0, 0, 0, 33, 0, 0)
     check_cache_dtype(large, TINY, 'bfloat16')
-    assert 'would change the numbers' in refusal(check_cache_dtype, large, TINY, dtype)
+    assert 'h_0 has a bias of the attention with norm 33' in refusal(check_cache_dtype, large, TINY, dtype)
 
 
 def test_a_sampling_is_built_by_name():
