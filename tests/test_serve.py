@@ -645,6 +645,11 @@ def test_a_name_and_an_origin_that_are_allowed_come_in(finished):
         assert response.status == 204
         assert response.headers['Access-Control-Allow-Origin'] == 'http://localhost:3000'
         assert 'Content-Type' in response.headers['Access-Control-Allow-Headers']
+        # the browser shows an answer to the page, too, and keeps it for no other one
+        connection.request('GET', '/health', headers=headers)
+        response = connection.getresponse()
+        assert response.headers['Access-Control-Allow-Origin'] == 'http://localhost:3000'
+        assert response.headers['Vary'] == 'Origin'
         assert send(server, 'OPTIONS', '/v1/completions', Host='localhost', Origin='http://evil.example')[0] == 403
         # behind a proxy that speaks https
         assert send(server, 'GET', '/health', Host='localhost:8443', Origin='https://localhost:8443')[0] == 200
