@@ -452,6 +452,16 @@ def test_a_stream_that_is_cut_off_is_an_error_for_its_client(of_run, monkeypatch
     assert is_well(of_run)
 
 
+def test_a_client_of_http_1_0_gets_a_stream_without_chunks(of_run):
+    content = json.dumps({'prompt': 'the fox', 'stream': True, 'max_tokens': 3})
+    with socket.create_connection(('127.0.0.1', of_run.server_port), timeout=60) as client:  # as nginx asks
+        client.sendall(f'POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                       f'Content-Length: {len(content)}\r\n\r\n{content}'.encode())
+        head, _, body = client.makefile().read().partition('\n\n')
+    assert 'Transfer-Encoding' not in head
+    assert body.startswith('data: {') and body.endswith('\n\ndata: [DONE]\n\n')
+
+
 def test_more_tokens_than_the_server_makes_are_as_many_as_it_makes(of_run):
     answer = complete(of_run, max_tokens=65_536, seed=3)
     assert answer.usage.completion_tokens == N_NEW and answer.choices[0].finish_reason == 'length'
