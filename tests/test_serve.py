@@ -163,7 +163,7 @@ def test_a_chat_is_the_answer_of_sample_jax_with_the_same_seed_streamed_or_not(o
 
 
 def test_without_a_seed_each_answer_is_another_one(of_run):
-    assert len({complete(of_run).choices[0].text for _ in range(3)}) == 3
+    assert len({choice.text for n in (1, 3, 1) for choice in complete(of_run, n=n).choices}) == 5
 
 
 def test_an_answer_says_how_many_tokens_it_has_and_why_it_ends(of_run):
