@@ -122,8 +122,8 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
     assert {path.name: path.read_bytes() for path in data.glob('*.*')} == {
         path.name: path.read_bytes() for path in whole.glob('*.*')}
 
-    # other rows, and a file of tokens that is gone, begin anew
-    for change in ('rows', 'tokens'):
+    # other rows, a file of tokens that is gone, and what another version has written, begin anew
+    for change in ('rows', 'tokens', 'version'):
         run = start(ROOT / 'data' / 'chat' / 'prepare.py', *arguments)
         wait_for('rows', lambda: journal.exists() and journal.stat().st_size, run)
         run.kill()
@@ -131,8 +131,12 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
         if change == 'rows':
             shutil.copy(tmp_path / 'killed' / 'chats.jsonl', tmp_path / 'killed' / 'more.jsonl')
             arguments[0] = tmp_path / 'killed' / 'more.jsonl'
-        else:
+        elif change == 'tokens':
             (data / 'chats.part.bin').unlink()
+        else:
+            source = json.loads((data / 'source.part.json').read_text())
+            del source['version']  # an earlier one
+            (data / 'source.part.json').write_text(json.dumps(source))
         assert 'continuing' not in succeeded(prepare('chat', *arguments)).stderr
         assert (data / 'train.bin').read_bytes() == (whole / 'train.bin').read_bytes()
 

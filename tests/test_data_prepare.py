@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jax_hub.tokenizers import tokens_digest
 from jax_run.data import load_dataset_meta, same_tokens
-from tests.common import GOLDEN, ROOT, assert_refused, needs_hangup, run_script, succeeded, wait_for
+from tests.common import GOLDEN, ROOT, assert_refused, edit_json, needs_hangup, run_script, succeeded, wait_for
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -872,7 +872,7 @@ def test_a_killed_run_continues_with_the_same_bytes(slow, bpe_env):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('change', ['tokens are gone', 'another key', 'a text was written again'])
+@pytest.mark.parametrize('change', ['tokens are gone', 'another key', 'a text was written again', 'another version'])
 def test_work_that_is_no_longer_right_is_done_again(slow, bpe_env, change):
     args, expected = slow
     out = args[-1]
@@ -883,6 +883,8 @@ def test_work_that_is_no_longer_right_is_done_again(slow, bpe_env, change):
         os.truncate(out / 'train.part.bin', 100)
     if change == 'a text was written again':
         os.utime(args[1] / '000.txt')
+    if change == 'another version':
+        edit_json(out / 'source.part.json', pieces=None)
     again = run_to_the_end(*args, env=bpe_env)
     assert (again.returncode, again.stderr) == (0, '')
     assert snapshot(out) == expected

@@ -467,7 +467,8 @@ def main():
     state = os.stat(args.input) if os.path.isfile(args.input) else None
     source = {'input': os.path.abspath(args.input), 'template': template,
               'size': state and state.st_size, 'changed': state and state.st_mtime_ns,
-              'tokenizer': digest(vocabulary.files)}
+              'tokenizer': digest(vocabulary.files),
+              'version': 1}  # of this script: a higher one if a row gets other tokens
     with locked_folder(args.out_dir):
         make_data_set(args, enc, vocabulary, source)
 
