@@ -70,13 +70,15 @@ def test_a_run_has_the_same_bits_and_nothing_is_written(run_copy):
     assert train(run_copy, *RESUME, '--verify=1').stdout.count('the same bits') == 1
 
 
-def test_one_token_of_the_data_is_named(dataset, run_copy, tmp_path):
+@pytest.mark.parametrize('split, i, is_read', [('train', 7, True), ('val', 30, False)])
+def test_one_token_of_the_data_is_named(dataset, run_copy, tmp_path, split, i, is_read):
     other = copy_folder(dataset, tmp_path / 'other')
-    tokens = np.fromfile(other / 'train.bin', np.uint16)
-    tokens[7] ^= 1
-    tokens.tofile(other / 'train.bin')
+    tokens = np.fromfile(other / f'{split}.bin', np.uint16)
+    tokens[i] ^= 1
+    tokens.tofile(other / f'{split}.bin')
     code, lines = verify(run_copy, f'--dataset={other}')
-    assert code == 1 and lines[1] == 'data train.bin: other content'
+    assert code == 1 and lines[1] == f'data {split}.bin: other content'
+    assert ('iterations 0 to 10: the same bits' in lines) != is_read
 
 
 @pytest.mark.parametrize('change, is_same, said', [
