@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import pytest
 
 from jax_flags import (
-    NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, is_url, read_flags,
-    read_json, read_text, rising_learning_rate, write_text)
+    NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, find_shipped,
+    is_url, read_flags, read_json, read_text, rising_learning_rate, write_text)
 from jax_hub.folders import path_inside
 from tests.common import ROOT, run_script, start
 
@@ -52,6 +53,15 @@ def test_a_path_may_begin_with_the_home_folder_and_a_text_stays(tmp_path, monkey
     script.write_text(f"{line}out_dir = 'out' # a folder\nstart = 'A' # a text\n{line}")
     flags, given = read_flags(script, {'out_dir': 'out', 'start': 'A'}, ['--out_dir=~/run', '--start=~/run'])
     assert flags == given == {'out_dir': '/home/me/run', 'start': '~/run'}
+
+
+def test_data_and_config_beside_the_caller_come_before_those_that_came_along(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for kind, name in (('data', 'shakespeare_char'), ('config', 'train_shakespeare_char.py')):
+        assert find_shipped(kind, name) == ROOT / kind / name
+        (tmp_path / kind / name).mkdir(parents=True)
+        assert find_shipped(kind, name) == Path(kind, name)
+    assert find_shipped('data', 'none') == ROOT / 'data' / 'none'
 
 
 def test_flags_and_config_files_apply_in_the_order_given(read):
