@@ -278,6 +278,8 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
     ({'prompt': 'a', 'repetition_penalty': 10**400}, 'repetition_penalty'), ({'prompt': 'a', 'top_p': 0}, None),
     ({'prompt': 'a', 'top_k': -2}, None), ({'prompt': ''}, None),
     ({'prompt': 'X'}, None), ({'prompt': '\ud800'}, None), ({'prompt': 'a', 'repetition_penalty': -1}, None),
+    ({'prompt': 'a', 'add_generation_prompt': False}, 'add_generation_prompt'),
+    ({'prompt': 'a', 'n': 2, 'stream': True}, 'stream'), ({'prompt': ['a', 'b'], 'stream': True}, 'stream'),
     ({'prompt': 'a', 'truncate_prompt_tokens': -2}, None)])
 def test_a_field_that_makes_no_sense_is_refused_by_name_streamed_or_not(of_run, body, param):
     for more in ({}, {} if 'stream' in body else {'stream': True}):
