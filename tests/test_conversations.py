@@ -179,6 +179,14 @@ def test_a_greeting_that_the_template_takes_only_with_a_question_is_left_out_by_
     assert counted_text(asks, chat, counted=[2])[1] == 'cd</s>'
 
 
+def test_documents_reach_the_template(made):
+    tokenizer = made('{% for d in documents %}<document>{{ d.text }}{% endfor %}' + QWEN)
+    variables = {'documents': [{'title': 'a', 'text': 'b'}, {'text': 'c'}]}
+    assert '<document>b<document>c' in tokenizer.render_chat([ASK], add_generation_prompt=True, variables=variables)
+    encoded = tokenizer.encode_training_chat([ASK, ANSWER], variables=variables)
+    assert '<document>b<document>c' in tokenizer.tokenizer.decode(encoded.ids, skip_special_tokens=False)
+
+
 def test_variables_reach_the_template_and_parts_of_text_are_joined(made):
     tokenizer = made(QWEN)
     parts = {'role': 'user', 'content': [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]}
