@@ -857,7 +857,10 @@ def test_a_model_that_was_trained_here_can_be_talked_to(vocabulary, template, en
     ids, mask = np.fromfile(chats / 'train.bin', np.uint16), np.fromfile(chats / 'train_mask.bin', np.uint8)
     counted = tokenizer.tokenizer.decode(ids[mask == 1].tolist(), skip_special_tokens=False)
     assert counted.startswith(f'the quick brown fox 0.{end}the quick brown fox 1.{end}')
-    assert tokenizer.tokenizer.token_to_id(end) in tokenizer.stop_tokens or tokenizer.stop_texts == (end,)
+    if vocabulary == 'char':
+        assert tokenizer.stop_texts == (end,)
+    else:  # a line in an answer does not end it
+        assert tokenizer.tokenizer.token_to_id(end) in tokenizer.stop_tokens and tokenizer.stop_texts == ()
     # what asks for an answer is how training begins
     asked = tokenizer.encode_chat([{'role': 'user', 'content': 'what does number 0 do?'}])
     assert ids[:len(asked)].tolist() == asked and mask[len(asked)] == 1 and not mask[:len(asked)].any()
