@@ -892,8 +892,9 @@ def test_an_answer_ends_where_generation_config_says_a_text_ends_it(tmp_path):
         return model.chat('hi', temperature=1.0, seed=1, max_new_tokens=12)
 
     whole = answer()
-    (tmp_path / 'generation_config.json').write_text(json.dumps({'stop_strings': [whole[4:6]]}))
-    assert answer() == whole[:whole.index(whole[4:6])] != whole
+    for stop_strings in ([whole[4:6]], whole[4:6]):
+        (tmp_path / 'generation_config.json').write_text(json.dumps({'stop_strings': stop_strings}))
+        assert answer() == whole[:whole.index(whole[4:6])] != whole
 
 
 @pytest.mark.slow
