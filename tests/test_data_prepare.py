@@ -758,6 +758,7 @@ def test_a_piece_of_a_text_ends_where_a_line_or_a_word_begins(monkeypatch):
     monkeypatch.setattr(sys, 'path', [str(DATA), *sys.path])
     cut = importlib.import_module('common').cut
     for text, ends in (('ab\n  cd\nef gh', ('ab\n  cd\n', 'ef gh')), ('ab cd  ef ghi', ('ab cd  ef', ' ghi')),
+                       ('abcd\n  ef gh', ('abcd\n  ef', ' gh')), ('abcd \nef gh', ('abcd \nef', ' gh')),
                        ('abcdefghijkl', ('abcdefghij', 'kl')), ('ab\n\n', ('ab\n\n',))):
         for n in (1, 3, 99):
             blocks = [text[i:i + n] for i in range(0, len(text), n)]
