@@ -212,7 +212,7 @@ def test_a_chat_answers_what_sample_jax_prints_and_keeps_the_final_channel(speak
     printed, = samples_of(sample('none', f'--init_from={speaking}', *flags))
     model, messages = load(speaking, device='cpu:0'), [{'role': 'user', 'content': 'ab'}]
     options = dict(max_new_tokens=9, temperature=1.5)
-    assert model.chat(messages, **options) == printed.removeprefix('> ab\n')
+    assert model.chat(messages, **options) == model.chat('ab', **options) == printed.removeprefix('> ab\n')
     assert ''.join(model.stream(messages, **options)) == printed.removeprefix('> ab\n')
     monkeypatch.setattr('jax_hub.chats.final_answer', lambda text: f'the end of {text}')
     assert model.chat(messages, **options) == f"the end of {printed.removeprefix('> ab' + chr(10))}"
