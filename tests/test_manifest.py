@@ -241,6 +241,8 @@ def test_a_resume_says_which_versions_and_settings_are_others(run_copy, finished
 @pytest.mark.parametrize('change, said', [
     ({'versions': {'jax': '9'}}, 'the version of jax is .* and 9'),
     ({'attention': 'splash'}, 'attention is xla and splash'),
+    ({'settings': {'jax_default_prng_impl': 'rbg'}}, 'jax_default_prng_impl is threefry2x32 and rbg'),
+    ({'tokenizer': 'other'}, 'the tokenizer is [0-9a-f]{16} and other'),
     ({'sources': {'jax_train_utils.py': '0'}}, 'jax_train_utils.py is [0-9a-f]{16} and 0'),
     ({'data': {'val.bin': {'bytes': 9, 'samples': '1'}}}, 'val.bin is .* bytes, [0-9a-f]{8}.* and 9 bytes, 1')])
 def test_processes_that_differ_in_what_they_compute_are_refused(finished, monkeypatch, change, said):
