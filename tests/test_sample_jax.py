@@ -33,9 +33,14 @@ from tests.common import (
 def test_sampling_needs_nothing_but_out_dir(finished, tmp_path):
     shutil.copytree(finished[0] / 'ckpt', tmp_path / 'moved' / 'ckpt')
     arguments = [tmp_path / 'moved', '--num_samples=3', '--max_new_tokens=40', '--start=the quick']
-    samples = samples_of(sample(*arguments))
+    result = sample(*arguments)
+    samples = samples_of(result)
     assert len(samples) == 3
     assert len(set(samples)) == 3
+    *_, header, cost = result.stderr.splitlines()  # without --speed, all costs are in one line
+    assert 'checkpoint of iteration' in header
+    assert re.fullmatch(r'3 samples of 1 prompts, 120 tokens, in [\d.]+ s, [\d,]+ tok/s once compiled; beyond the '
+                        'context of 16 tokens, each token computes all of them again, .*', cost)
     for text in samples:
         assert text.startswith('the quick')
         assert len(text) == 49
