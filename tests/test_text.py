@@ -41,6 +41,7 @@ def test_a_model_writes_what_sample_jax_prints(how, run):
     model = load(run, device='cpu', **how)
     options = dict(max_new_tokens=30, seed=5, n_draft=n_draft)
     assert model.generate(['the quick'], num_samples=3, **options) == printed
+    assert model.generate('the quick', num_samples=3, **options) == printed
     assert [''.join(model.stream('the quick', first_sample=i, **options)) for i in range(3)] == printed
 
 
