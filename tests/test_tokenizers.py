@@ -558,16 +558,19 @@ def test_a_copy_is_read_as_it_lies_there_though_its_config_names_a_class_with_an
 def test_tokenizers_with_the_same_vocabulary_and_other_splits_are_not_the_same(tmp_path):
     from tokenizers import pre_tokenizers
     described = []
-    for name in 'abc':
+    for name in 'abcd':
         (tmp_path / name).mkdir()
         tokenizer = save_spaced(tmp_path / name, spaced=False)
+        if name == 'd':  # a special token takes the space before it
+            tokenizer.add_special_tokens([AddedToken('</s>', lstrip=True)])
+            tokenizer.save(str(tmp_path / name / 'tokenizer.json'))
         if name == 'c':
             digits = pre_tokenizers.Digits(individual_digits=True)
             tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
             tokenizer.save(str(tmp_path / name / 'tokenizer.json'))
         described.append({'kind': 'folder', 'path': str(tmp_path / name)})
-    a, b, c = described
-    assert same_tokens(a, b) and not same_tokens(a, c)
+    a, b, c, d = described
+    assert same_tokens(a, b) and not same_tokens(a, c) and not same_tokens(a, d)
     known = a | {'digest': tokens_digest(HFTokenizer(tmp_path / 'a').tokenizer)}
     assert same_tokens(known, b) and not same_tokens(known, c)
     assert not same_tokens(a | {'digest': 'of other ids'}, b)  # the data are older than the tokenizer beside them
