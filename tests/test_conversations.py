@@ -458,6 +458,8 @@ def test_a_context_and_a_system_prompt_are_part_of_the_question():
     example = read_example({'system_prompt': 's', 'question': 'a', 'response': 'c', 'id': 7})
     assert texts(example) == ['s', 'a', 'c'] and example.unread == {'id'}
     assert texts(read_example({'messages': TURNS, 'system_prompt': 's'})) == ['s', 'ab', 'cd']
+    with_system = [{'role': 'system', 'content': 's'}, *TURNS]
+    assert texts(read_example({'messages': with_system, 'system': 's'})) == ['s', 'ab', 'cd']  # the same one
 
 
 @pytest.mark.parametrize('row, message', [
