@@ -14,6 +14,7 @@ from jax_flags import UserError
 from jax_run.data import (
     DataChanged, load_dataset, load_dataset_meta, load_ends, load_masks, load_mixture_meta, open_tokens, parse_mixture,
     read_soon)
+from jax_run.manifest import describe_file
 from jax_run.sources import open_source
 from tests.common import ROOT, edit_json, refusal, write_dataset
 
@@ -60,6 +61,9 @@ def test_the_system_reads_no_more_than_the_windows_of_tokens_and_masks_and_fetch
     read_soon(array, [0, 5000, 100_000], 65_536)
     expected = [(0, 65_536), (4096, 904 + 65_536), (98_304, 120_000 - 98_304)]
     assert asked == [(mmap.MADV_WILLNEED, *span) for span in expected]
+    asked.clear()
+    describe_file(array)
+    assert asked == [(mmap.MADV_WILLNEED, 0, 65_536), (mmap.MADV_WILLNEED, 65_536, 120_000 - 65_536)]
     masks.clear()
 
 
