@@ -185,6 +185,9 @@ def test_ends_that_have_only_an_id_are_taken_from_the_model(speaking, generation
     assert (tokenizer.stop_tokens, tokenizer.start_token) == (ends, start)
     assert tokenizer.end_token == (generation.get('eos_token_id') or ends or [None])[0] if ends else (
         tokenizer.end_token is None)
+    # a run's copy has them, too
+    copy_tokenizer({'kind': 'folder', 'path': str(speaking)}, speaking / 'copy')
+    assert HFTokenizer(speaking / 'copy', is_copy=True).stop_tokens == ends
 
 
 @pytest.mark.parametrize('declared', [{'eos_token': '<user>'}, {'added_tokens_decoder': {'38': {
