@@ -93,6 +93,7 @@ def test_bfloat16_weights_are_read(tmp_path):
 
 @pytest.mark.parametrize('key, value, named', [
     ('model_type', 'bert', 'model_type'),
+    ('model_type', ['gpt2'], 'model_type'),
     ('model_type', 'bert', "'bert'"),
     ('model_type', 'bert', 'supported: gpt2'),
     ('activation_function', 'relu', 'activation_function'),
