@@ -10,7 +10,7 @@ import jax_generate
 import jax_apps.batching
 from jax_apps.batching import Batch
 from jax_flags import TextSampling, UserError
-from jax_generate import Prompts, start_rows
+from jax_generate import PrefixCache, Prompts, start_rows
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_text import Generation, load
 from tests.common import (
@@ -188,6 +188,20 @@ def test_the_first_token_is_there_at_once_while_others_go_on_by_one(model, monke
     second = next(begin(model, batch, 'a', max_new_tokens=5))
     assert second.result.lengths[0] == len('a') + 1
     assert batch.rows[0].n_generated == 2 and batch.rows[0].place is not None
+
+
+def test_a_row_that_leaves_the_batch_takes_its_kv_cache_along(model):
+    batch, held = Batch(), PrefixCache()
+    prompt = model.encode('the fox')
+    first, second = (iter(Generation(model, [prompt], TextSampling(max_new_tokens=n, seed=1), batch=batch,
+                                     prefix_cache=prefix_cache)) for n, prefix_cache in ((5, held), (9, None)))
+    next(first), next(second)
+    assert [row.place for row in batch.rows] == [0, 1]
+    *_, whole = first
+    assert held.tokens.tolist() == whole.result.tokens[0, :len(prompt) + 4].tolist() and held.cache
+    alone = Generation(model, [prompt], TextSampling(max_new_tokens=5, seed=1)).finish()
+    goes_on = Generation(model, [prompt], TextSampling(max_new_tokens=5, seed=1), prefix_cache=held).finish()
+    assert alone.texts == goes_on.texts == whole.texts
 
 
 @pytest.fixture
