@@ -1006,6 +1006,13 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(f
     succeeded(sample(tmp_path, '--max_new_tokens=3', '--checkpoint=latest'))
 
 
+def test_parameters_that_an_update_has_spoiled_are_not_saved(flags, tmp_path):
+    spoiling = ['--decay_lr=False', '--learning_rate=3e38', '--weight_decay=1e3', '--save_interval=1',
+                '--eval_interval=100']
+    assert_refused(train(tmp_path, *flags, *spoiling), 'parameters are not finite at iteration 1')
+    assert saved_iterations(tmp_path) == []
+
+
 @pytest.mark.slow
 def test_flags_without_an_effect_say_so_once(flags, tmp_path):
     out = succeeded(train(tmp_path, *flags, '--max_iters=1', '--compile=False')).stdout
