@@ -97,6 +97,14 @@ def test_a_line_that_is_no_pair_is_named(chatting, change, message, tmp_path):
     assert not (tmp_path / 'data').exists()
 
 
+def test_pairs_are_not_packed(chatting, tmp_path):
+    (tmp_path / 'pairs.jsonl').write_text('\n'.join(toy_pairs(4)))
+    packed = prepare('chat', tmp_path / 'pairs.jsonl', f'--tokenizer={chatting}', '--rows=16',
+                     f'--out_dir={tmp_path / "data"}')
+    assert_refused(packed, '--rows packs conversations, not pairs')
+    assert not (tmp_path / 'data').exists()
+
+
 def test_a_pair_with_an_answer_of_which_the_template_writes_nothing_is_named(chatting, tmp_path):
     template = ('{% for m in messages %}<user>{% if m.role == "user" %}{{ m.content }}{% else %}'
                 '{% generation %}{{ m.content.split("p")[-1] }}{% endgeneration %}{% endif %}{% endfor %}')
