@@ -58,6 +58,16 @@ def test_a_gguf_file_holds_the_weights_and_the_settings(family, tmp_path):
     np.testing.assert_array_equal(tensors[f'blk.0.{name}.weight'][:64], q)
 
 
+def test_rows_beyond_the_vocabulary_are_tokens_that_nothing_uses(tmp_path):
+    n = len(CHARS)
+    config = dataclasses.replace(LLAMA, vocab_size=n + 2)
+    save_pretrained(random_params(config), config, tmp_path / 'model.gguf', tokenizer=CHAR_TOKENIZER)
+    values, _ = read(tmp_path / 'model.gguf')
+    assert values['tokenizer.ggml.tokens'][n:] == [f'[PAD{n}]', f'[PAD{n + 1}]']
+    kinds = gguf.TokenType
+    assert values['tokenizer.ggml.token_type'] == [kinds.NORMAL] * n + [kinds.UNUSED] * 2
+
+
 def test_q8_0_is_within_one_part_in_127_of_the_largest_of_its_block(tmp_path):
     params = random_params(LLAMA)
     save_pretrained(params, LLAMA, tmp_path / 'model.gguf', dtype='q8_0', tokenizer=CHAR_TOKENIZER)
