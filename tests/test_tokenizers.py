@@ -576,6 +576,9 @@ def test_tokenizers_with_the_same_vocabulary_and_other_splits_are_not_the_same(t
     assert same_tokens(a, b) and not same_tokens(a, c) and not same_tokens(a, d)
     known = a | {'digest': tokens_digest(HFTokenizer(tmp_path / 'a').tokenizer)}
     assert same_tokens(known, b) and not same_tokens(known, c)
+    split = HFTokenizer(tmp_path / 'a').tokenizer
+    split.encode_special_tokens = True  # a setting, which stays
+    assert tokens_digest(split) == known['digest'] and split.encode_special_tokens
     assert not same_tokens(a | {'digest': 'of other ids'}, b)  # the data are older than the tokenizer beside them
 
 
