@@ -147,6 +147,11 @@ def test_a_mixture_has_its_fractions_after_any_number_of_iterations(n_rows):
     assert np.abs(drawn / drawn.sum() - [0.7, 0.2, 0.1]).max() < 0.001 or n_rows == 1
 
 
+def test_a_small_part_of_a_mixture_has_its_fraction_too():
+    which, _ = assign(np.arange(100_000), [0.9961, 0.0039])
+    assert abs((which == 1).sum() - 390) <= 2
+
+
 def test_every_window_of_each_set_of_a_mixture_is_drawn_once_per_epoch_of_that_set():
     drawn = np.concatenate([draw(mixture(), 12, i)[0] for i in range(30)])
     for k, (tokens, _) in enumerate(ARRAYS):
