@@ -125,6 +125,23 @@ def test_a_gguf_file_has_the_chat_template_and_the_end_tokens(speaking, tmp_path
     assert values['tokenizer.chat_template'] == 'plain'
     assert values['tokenizer.chat_template.tool_use'] == 'with tools'
 
+    # another token that ends an answer, which tokenizer.json takes for text
+    user = next(token for token in tokenizer['added_tokens'] if token['content'] == '<user>')
+    user['special'] = False
+    (speaking / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    end = values['tokenizer.ggml.eos_token_id']
+    edit_json(speaking / 'generation_config.json', eos_token_id=[end, user['id']])
+    succeeded(run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={tmp_path / "ends.gguf"}'))
+    values, _ = read(tmp_path / 'ends.gguf')
+    assert (values['tokenizer.ggml.eos_token_id'], values['tokenizer.ggml.eot_token_id']) == (end, user['id'])
+    assert values['tokenizer.ggml.token_type'][user['id']] == gguf.TokenType.CONTROL
+
+    # a token that llama.cpp would find elsewhere
+    user['lstrip'] = True
+    (speaking / 'tokenizer.json').write_text(json.dumps(tokenizer))
+    refused = run_script('export_jax.py', f'--init_from={speaking}', f'--gguf={tmp_path / "refused.gguf"}')
+    assert_refused(refused, "no equivalent of the tokenizer's '<user>', which takes the spaces beside it")
+
 
 @pytest.mark.parametrize('dtype, largest', [('float16', 7e4), ('q8_0', 9e6)])
 def test_weights_that_a_gguf_file_would_make_infinite_are_refused(dtype, largest, tmp_path):
