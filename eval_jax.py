@@ -377,7 +377,7 @@ def evaluate_text(path):
     if n_special:
         note(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
              'spells out, such as <|endoftext|>; in a data set they would be plain text')
-    if path.lower().endswith(('.jsonl', '.ndjson', '.json', '.csv', '.tsv')):
+    if path.lower().endswith(('.jsonl', '.jsonlines', '.ndjson', '.json', '.csv', '.tsv')):
         note(f'{path}: the file is scored as it is, with the keys and marks of its rows')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document

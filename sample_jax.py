@@ -100,7 +100,7 @@ def read_prompts(start, each_line, chat):
     # a file of JSON lines, of a prompt in each line, or of a single prompt
     path = os.path.expanduser(start.removeprefix('FILE:'))
     text = read_text(path)
-    if path.lower().endswith(('.jsonl', '.ndjson')):
+    if path.lower().endswith(('.jsonl', '.jsonlines', '.ndjson')):
         prompts = [read_prompt(path, number, line, chat)
                    for number, line in enumerate(text.split('\n'), start=1) if line.strip()]
     elif each_line:

@@ -12,7 +12,7 @@ import zlib
 
 from jax_flags import UserError, parse_json
 
-ROW_ENDINGS = ('.json', '.jsonl', '.ndjson', '.csv', '.tsv', '.parquet')
+ROW_ENDINGS = ('.json', '.jsonl', '.jsonlines', '.ndjson', '.csv', '.tsv', '.parquet')
 TABLE_ENDINGS = ('.csv', '.tsv')
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
 PACKED_ENDINGS = (*OPENERS, '.zst')  # pyarrow reads .zst

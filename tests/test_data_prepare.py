@@ -677,11 +677,11 @@ def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_
     for name in ('other.py', '.hidden/a.md'):
         (tmp_path / 'files' / name).write_text('not asked for')
     lines = [json.dumps({'id': 1, 'content': text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
-    text_file(tmp_path, '\ufeff' + '\r\n'.join([*lines[:9], '', *lines[9:]]), 'lines.jsonl')
+    text_file(tmp_path, '\ufeff' + '\r\n'.join([*lines[:9], '', *lines[9:]]), 'lines.jsonlines')
     parquet(tmp_path / 'rows', texts, column='content')
     expected = [sum((encode(text) + [EOT] for i, text in enumerate(texts) if (i % 10 == 9) == is_val), [])
                 for is_val in (False, True)]
-    for given in ('files', 'lines.jsonl', 'rows'):
+    for given in ('files', 'lines.jsonlines', 'rows'):
         prepare('text', tmp_path / given, '--key=content', '--tokenizer=gpt2', '--out_dir', tmp_path / 'out',
                 env=bpe_env)
         assert [ids.tolist() for ids in read(tmp_path / 'out')[:2]] == expected

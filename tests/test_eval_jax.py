@@ -240,7 +240,7 @@ def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path, monkeyp
                                     f'--text={path}'))
         assert said in done.stderr and bool(said) == ("special" in done.stderr)
     monkeypatch.setenv('HOME', str(tmp_path))
-    names = ['a.JSONL', 'a.ndjson', 'a.json', 'a.csv', 'a.tsv']
+    names = ['a.JSONL', 'a.jsonlines', 'a.ndjson', 'a.json', 'a.csv', 'a.tsv']
     for name in names:
         (tmp_path / name).write_text('abcd')
     texts = ','.join(f'~/{name}' for name in names)

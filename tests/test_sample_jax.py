@@ -647,8 +647,8 @@ def test_a_line_that_is_no_prompt_is_named(line, finished, tmp_path):
 
 
 def test_a_line_of_messages_outside_of_a_chat_names_the_flag(finished, tmp_path):
-    (tmp_path / 'prompts.jsonl').write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
-    result = sample(finished[0], f'--start=FILE:{tmp_path}/prompts.jsonl')
+    (tmp_path / 'a.jsonlines').write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    result = sample(finished[0], f'--start=FILE:{tmp_path}/a.jsonlines')
     assert_refused(result, 'line 1: neither "a text" nor .*; "messages" need --chat=True')
 
 
