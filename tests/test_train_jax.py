@@ -1184,10 +1184,11 @@ def test_an_empty_config_json_does_not_block_a_resume(run_copy):
     assert json.loads((run_copy / 'config.json').read_text())['max_iters'] == 21
 
 
-def test_a_folder_that_goes_does_not_end_a_run_before_its_save(tmp_path, monkeypatch):
+def test_a_picture_that_cannot_be_drawn_is_a_line_and_does_not_end_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.undo()  # loss.png is drawn
     plot_losses = jax_run.log.plot_losses
     plot_losses(tmp_path / 'gone')
+    assert capsys.readouterr().err == f'cannot write {tmp_path}/gone/loss.png: No such file or directory\n'
 
 
 @pytest.mark.parametrize('what', [slow('renamed'), slow('removed'), 'metrics'])
