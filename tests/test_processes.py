@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jax_devices.layout import setup_distributed_training
-from jax_devices.processes import ECHO, STOP_SIGNALS, check_agreement, in_all_processes, initialize_distributed
+from jax_devices.processes import STOP_SIGNALS, check_agreement, in_all_processes, initialize_distributed
 from jax_flags import UserError
 from jax_run.checkpoints import choose_checkpoint, load_checkpoint, opt_state_item
 from jax_run.log import read_metrics
@@ -398,7 +398,7 @@ def test_a_signal_is_answered_at_once_also_during_a_step_and_a_second_one_ends_t
     with signalled() as (process, send):
         assert send(signal.SIGINT) == ('stopping after this iteration, then saving; Ctrl-C again ends at once, '
                                        'without saving\n')
-        time.sleep(2 * ECHO)
+        time.sleep(0.4)
         assert send(signal.SIGINT) == 'ended by Ctrl-C\n'
         assert process.wait(timeout=300) == 128 + signal.SIGINT
 
@@ -407,7 +407,7 @@ def test_a_signal_that_timeout_sends_to_a_process_and_to_its_group_is_one():
     with signalled(then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, send):
         assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving')
         process.send_signal(signal.SIGTERM)
-        time.sleep(2 * ECHO)
+        time.sleep(0.4)
         assert process.poll() is None
         assert send(signal.SIGTERM) == 'ended by SIGTERM\n'
 
@@ -415,7 +415,7 @@ def test_a_signal_that_timeout_sends_to_a_process_and_to_its_group_is_one():
 def test_a_second_signal_has_to_wait_for_a_save():
     with signalled(saving=True, then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, send):
         assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving; SIGTERM again ends')
-        time.sleep(2 * ECHO)
+        time.sleep(0.4)
         for _ in range(2):
             assert send(signal.SIGTERM) == 'SIGTERM has to wait: a checkpoint is being written\n'
         assert process.poll() is None
