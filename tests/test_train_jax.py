@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 
 from jax_flags import TextSampling, UserError, config_block
+from jax_hub.tokenizer_files import write_char_tokenizer
 from jax_pretrained import load_pretrained
 from jax_run.checkpoints import (
     DiskRun, checkpoint_steps, choose_checkpoint, find_damage, read_val_loss, run_folder)
@@ -471,9 +472,11 @@ def count_records(out_dir):
 
 
 @pytest.mark.slow
-def test_a_folder_that_is_renamed_during_a_run_is_made_anew_and_stays_locked(flags, tmp_path):
-    out = tmp_path / 'out'
-    process = start('train_jax.py', f'--out_dir={out}', *flags, *ENDLESS, '--save_interval=300')
+def test_a_folder_that_is_renamed_during_a_run_is_made_anew_and_stays_locked(dataset, flags, tmp_path):
+    out, data = tmp_path / 'out', copy_folder(dataset, tmp_path)  # with a tokenizer that a run keeps
+    write_char_tokenizer(json.loads((data / 'meta.json').read_text())['tokenizer']['chars'], data)
+    edit_json(data / 'meta.json', tokenizer={'kind': 'folder', 'path': '.'})
+    process = start('train_jax.py', f'--out_dir={out}', *flags, f'--dataset={data}', *ENDLESS, '--save_interval=300')
     wait_for_iteration(out, 15, process)
     out.rename(tmp_path / 'moved')
     wait_for('a checkpoint', lambda: checkpoint_steps(out), process)
@@ -481,6 +484,7 @@ def test_a_folder_that_is_renamed_during_a_run_is_made_anew_and_stays_locked(fla
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=300)
     assert f'{out} has been deleted or renamed: it is made anew, without the earlier checkpoints\n' in err
+    assert {'config.json', 'tokenizer'} <= {path.name for path in out.iterdir()}
     last, _ = choose_checkpoint(out)
     assert [record['iter'] for record in read_metrics(out) if 'loss' in record] == [*range(last)]
     succeeded(train(out, *RESUME, f'--max_iters={last + 2}'))
