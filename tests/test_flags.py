@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from jax_flags import (
-    NEEDS, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error, find_shipped,
-    is_url, read_flags, read_json, read_text, rising_learning_rate, write_text)
+    NEEDS, TryAgain, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error,
+    find_shipped, is_url, read_flags, read_json, read_text, rising_learning_rate, write_text)
 from jax_hub.folders import path_inside
 from tests.common import ROOT, run_script, start
 
@@ -296,6 +296,12 @@ def test_what_the_death_of_another_process_raises_ends_this_one_with_75(monkeypa
     exit_if_peer_died(error)
     assert codes == [75] * lost
     assert ('error: process 0 of 2 has lost the others' in capsys.readouterr().err) == lost
+
+
+def test_an_error_whose_cause_may_soon_be_over_is_one_line_and_exit_code_75(capsys):
+    with pytest.raises(SystemExit) as caught:
+        exit_on_user_error(TryAgain, TryAgain('no answer'), None)
+    assert caught.value.code == 75 and capsys.readouterr().err == 'error: no answer\n'
 
 
 @pytest.mark.parametrize('process, seconds', [(0, 3), (1, 0.5)])
