@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 import jax_devices.layout
 import jax_devices.setup
@@ -32,6 +33,7 @@ from jax_run.load import load_run
 from jax_run.log import RunLog, read_metrics
 from jax_run.minutes import Deadline
 from jax_run.model import MODEL_FLAGS, config_from_flags, flags_from_config
+from jax_run.out_dir import OutDir
 from jax_run.program import Options
 from jax_run.start import merge_resumed_flags
 from tests.common import (
@@ -1160,6 +1162,19 @@ def test_an_iteration_whose_logging_fails_is_saved_first(finished, flags, tmp_pa
     succeeded(train(tmp_path, *RESUME))
     assert records_of(tmp_path) == records_of(finished[0])
     assert final_state(tmp_path) == final_state(finished[0])
+
+
+@pytest.mark.parametrize('n_processes, saved', [(1, [7]), (2, [])])
+def test_of_several_processes_one_that_fails_saves_nothing_because_the_others_would_not(
+        monkeypatch, n_processes, saved):
+    monkeypatch.setattr(jax, 'process_count', lambda: n_processes)
+    saves = []
+    monkeypatch.setattr(OutDir, 'save', lambda out, iter_num, *rest: saves.append(iter_num))
+    out = OutDir.__new__(OutDir)
+    out.run = out.checkpoints = types.SimpleNamespace(iter_num=0, wait_until_finished=lambda: None)
+    with pytest.raises(RuntimeError, match='no network'), out.saved_on_failure('the log', 7, None, 1.0):
+        raise RuntimeError('no network')
+    assert saves == saved
 
 
 def test_after_a_step_that_has_failed_a_line_names_the_last_checkpoint(flags, tmp_path, monkeypatch):
