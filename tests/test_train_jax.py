@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -578,18 +579,37 @@ def test_an_evaluation_that_fails_does_not_cost_what_was_trained(finished, flags
 
 @pytest.mark.slow
 def test_signals_during_a_slow_save_neither_spoil_it_nor_are_lost(flags, tmp_path, monkeypatch):
-    write = DiskRun.write_checksums
+    write, log, saved = DiskRun.write_checksums, RunLog.write, threading.Event()
+
+    def send_signal():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
 
     def write_slowly(run):  # Orbax calls it in a thread of its own, the save's last step but one
-        if not checkpoint_steps(tmp_path):
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.5)
+        if not saved.is_set():
+            send_signal()
+            send_signal()
         write(run)
+        saved.set()
+
+    def log_late(run_log, iter_num, metrics):  # the loop is in an iteration while the first checkpoint is written
+        if iter_num == 3:
+            saved.wait(100)
+        log(run_log, iter_num, metrics)
+
+    def begin_slowly(params):  # the last checkpoint has been begun, and no file of it
+        if saved.is_set():
+            time.sleep(1)
+            send_signal()
+        return jax_train_utils.all_finite(params)
+
     monkeypatch.setattr(DiskRun, 'write_checksums', write_slowly)
+    monkeypatch.setattr(RunLog, 'write', log_late)
+    monkeypatch.setattr('jax_run.out_dir.all_finite', begin_slowly)
     result = train(tmp_path, *flags, '--max_iters=100000', '--eval_interval=100000', '--save_interval=3',
                    '--keep=100')
     assert result.returncode == 128 + signal.SIGTERM, result.stderr
+    assert result.stderr.splitlines()[1:] == 2 * ['SIGTERM has to wait: a checkpoint is being written']
     steps = checkpoint_steps(tmp_path)
     assert f'at iteration {steps[0]}, saved' in result.stdout
     run = run_folder(tmp_path)
