@@ -412,6 +412,16 @@ def test_a_signal_that_timeout_sends_to_a_process_and_to_its_group_is_one():
         assert send(signal.SIGTERM) == 'ended by SIGTERM\n'
 
 
+@needs_hangup
+@pytest.mark.parametrize('first, second', [(signal.SIGHUP, signal.SIGTERM), (signal.SIGTERM, signal.SIGHUP)])
+def test_a_second_signal_has_no_effect_if_one_of_the_two_is_sighup(first, second):
+    with signalled(then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, _):
+        for signum in (first, second):
+            process.send_signal(signum)
+            time.sleep(0.4)
+        assert process.poll() is None
+
+
 def test_a_second_signal_has_to_wait_for_a_save():
     with signalled(saving=True, then='time.sleep(60); time.sleep(60); time.sleep(60)') as (process, send):
         assert send(signal.SIGTERM).startswith('stopping after this iteration, then saving; SIGTERM again ends')
