@@ -134,8 +134,10 @@ def test_code_of_a_folder_is_not_run_and_nothing_is_asked(speaking, monkeypatch)
     code = {'AutoTokenizer': [None, 'mine.Mine']}
     edit_json(speaking / 'tokenizer_config.json', tokenizer_class='Mine', auto_map=code)
     edit_json(speaking / 'config.json', model_type='mine', auto_map={'AutoConfig': 'mine.Config'})
-    monkeypatch.setattr('builtins.input', None)
+    asked = []
+    monkeypatch.setattr('builtins.input', asked.append)
     assert 'custom code' in refusal(HFTokenizer, speaking)
+    assert asked == []
 
 
 @pytest.mark.parametrize('name, content', [
