@@ -1033,11 +1033,12 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_good_checkpoint(f
     succeeded(sample(tmp_path, '--max_new_tokens=3', '--checkpoint=latest'))
 
 
-def test_parameters_that_an_update_has_spoiled_are_not_saved(flags, tmp_path):
-    spoiling = ['--decay_lr=False', '--learning_rate=3e38', '--weight_decay=1e3', '--save_interval=1',
-                '--eval_interval=100']
-    assert_refused(train(tmp_path, *flags, *spoiling), 'parameters are not finite at iteration 1')
-    assert saved_iterations(tmp_path) == []
+@pytest.mark.parametrize('diverging, message', [
+    (['--learning_rate=1e30', '--weight_decay=1e30', '--save_interval=1'], 'parameters are not finite at iteration 1'),
+    (['--learning_rate=3e38', '--eval_interval=1'], 'the loss is not finite at iteration 1')])
+def test_what_an_update_has_spoilt_is_not_saved(flags, tmp_path, diverging, message):
+    assert_refused(train(tmp_path, *flags, '--decay_lr=False', '--grad_clip=0', *diverging), message)
+    assert not checkpoint_steps(tmp_path)
 
 
 @pytest.mark.slow
