@@ -13,7 +13,7 @@ import pytest
 
 from jax_flags import (
     NEEDS, TryAgain, UserError, check_given, check_needs, config_block, exit_if_peer_died, exit_on_user_error,
-    find_shipped, is_url, read_flags, read_json, read_text, rising_learning_rate, write_text)
+    find_shipped, is_url, new_file, read_flags, read_json, read_text, rising_learning_rate, write_text)
 from jax_hub.folders import path_inside
 from tests.common import ROOT, run_script, start
 
@@ -316,6 +316,13 @@ def test_one_of_several_processes_that_fails_does_not_wait_for_the_others(monkey
     with contextlib.suppress(SystemExit):  # os._exit would not have returned
         exit_on_user_error(type(error), error, None)
     assert ends == [seconds, f'exit code {code}']
+
+
+def test_a_file_whose_writing_is_interrupted_is_not_there(tmp_path):
+    with pytest.raises(KeyboardInterrupt), new_file(tmp_path / 'a') as unfinished:
+        Path(unfinished).write_text('half of i')
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize('text', ['{"a": 1', '[1]', '[' * 100_000])
