@@ -142,13 +142,15 @@ def test_without_an_intact_checkpoint_one_line_says_so(three_checkpoints):
     assert all(f'ckpt/{i} is damaged' in said for i in (1, 2, 3)) and 'there is no intact one' in said
 
 
-def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_checkpoints, tiny_state):
+def test_damaged_checkpoints_are_renamed_so_that_training_can_save_again(three_checkpoints, tiny_state, capsys):
     damage(three_checkpoints / 'ckpt' / '3' / 'params' / '_METADATA', 'flip a bit')
     damage(three_checkpoints / 'ckpt' / '1' / 'metrics' / 'metrics', 'cut in half')  # Orbax cannot read it
     step, _ = choose_checkpoint(three_checkpoints)
     lock_out_dir(three_checkpoints, step)
     names = sorted(path.name for path in (three_checkpoints / 'ckpt').iterdir())
     assert names == ['1.damaged', '2', '3.damaged']
+    assert [line.partition(' is damaged: ')[2] for line in capsys.readouterr().out.splitlines()] == [
+        'renamed to 3.damaged', 'renamed to 1.damaged']
     manager = open_checkpoints(three_checkpoints, keep=1)
     save_checkpoint(manager, 3, tiny_state, META, val_loss=0.1)
     finish_checkpoints(manager)
