@@ -118,6 +118,13 @@ def test_processes_that_jax_does_not_detect_do_not_train_alone(monkeypatch, join
     assert joined == [('host:1234', 4, 3)]
 
 
+def test_a_process_counts_as_dead_after_60_seconds_of_silence(monkeypatch, joined):
+    timeouts = {}
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda *given, **options: timeouts.update(options))
+    initialize_distributed('host:1234', 2, 0)
+    assert timeouts == {'heartbeat_timeout_seconds': 60, 'shutdown_timeout_seconds': 60}
+
+
 def test_a_wait_for_the_others_is_said(monkeypatch, joined, capfd):
     initialize_distributed('host:1234', 2, 0)
     assert capfd.readouterr().err == ''
