@@ -257,15 +257,20 @@ def test_a_folder_that_is_no_bundle_is_refused(run, tmp_path):
     assert done.returncode == 2 and 'not in the form of the CORE bundle' in done.stderr
 
 
-@pytest.mark.parametrize('uri', ['../../secret.jsonl', 'link.jsonl'])
-def test_a_bundle_reads_no_task_outside_of_its_folder(uri, run, tmp_path):
-    write_lines(tmp_path / 'secret.jsonl', [{'context': 'a', 'continuation': 'b'}] * 2)
+@pytest.mark.parametrize('uri, link', [
+    ('../../secret.jsonl', None), ('link.jsonl', 'eval_data/link.jsonl'), ('a.jsonl', 'core.yaml'),
+    ('a.jsonl', 'eval_meta_data.csv')])
+def test_a_bundle_reads_no_file_outside_of_its_folder(uri, link, run, tmp_path):
     bundle = tmp_path / 'bundle'
     (bundle / 'eval_data').mkdir(parents=True)
-    (bundle / 'eval_data' / 'link.jsonl').symlink_to(tmp_path / 'secret.jsonl')
+    for path in (tmp_path / 'secret.jsonl', bundle / 'eval_data' / 'a.jsonl', bundle / 'eval_data' / 'link.jsonl'):
+        write_lines(path, [{'context': 'a', 'continuation': 'b'}] * 2)
     (bundle / 'core.yaml').write_text(f'icl_tasks:\n- {{label: a, dataset_uri: {uri}, num_fewshot: [0], '
                                       'icl_task_type: language_modeling}\n')
     (bundle / 'eval_meta_data.csv').write_text('Eval Task,Random baseline\na,0\n')
+    if link:
+        (bundle / link).rename(tmp_path / 'moved')
+        (bundle / link).symlink_to(tmp_path / 'moved')
     done = run_script('eval_jax.py', f'--out_dir={run}', f'--tasks={bundle}')
     assert_refused(done, 'leads out of its folder')
 

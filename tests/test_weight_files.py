@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jax_hub.folders import kept_config_json
 from jax_hub.torch_files import read_torch_checkpoint
 from jax_hub.weights import ScaledBlocks
 from jax_pretrained import load_pretrained
@@ -142,6 +143,12 @@ def test_a_link_out_of_the_folder_is_no_file_of_a_model(name, tmp_path):
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     assert f'{name} is not read: it leads out of its folder' in refusal(load_pretrained, folder)
+
+
+def test_a_link_out_of_a_run_is_no_config_json_that_it_keeps(tmp_path):
+    (tmp_path / 'out' / 'tokenizer').mkdir(parents=True)
+    (tmp_path / 'out' / 'tokenizer' / 'config.json').symlink_to('/etc/passwd')
+    assert 'config.json is not read: it leads out of its folder' in refusal(kept_config_json, tmp_path / 'out')
 
 
 @pytest.mark.parametrize('name', ['../model.safetensors', '{}/model.safetensors'])
