@@ -896,13 +896,18 @@ def test_a_failure_of_the_batch_ends_its_answers_and_the_server_goes_on(of_run, 
 def test_connections_that_say_nothing_are_bounded_and_end(finished, monkeypatch):
     assert (jax_apps.serve.Handler.timeout, jax_apps.serve.SILENCE, jax_apps.serve.PATIENCE) == (5, 5, 30)  # seconds
     monkeypatch.setattr(jax_apps.serve.Handler, 'timeout', 0.5)
+    monkeypatch.setattr(jax_apps.serve, 'PATIENCE', 0.5)
+    accepted, verify = [], Server.verify_request
+    monkeypatch.setattr(Server, 'verify_request', lambda *args: accepted.append(verify(*args)) or accepted[-1])
     with serving(finished[0]) as server, contextlib.ExitStack() as clients:
         wait_for('the thread that listens', lambda: is_well(server))
         n_threads = threading.active_count()
         monkeypatch.setattr(jax_apps.serve, 'CONNECTIONS', n_threads + 4)
         silent = [clients.enter_context(socket.create_connection(('127.0.0.1', server.server_port), timeout=60))
-                  for _ in range(6)]
-        assert [client.recv(1) for client in silent] == [b''] * 6
+                  for _ in range(8)]
+        silent[0].sendall(b'GET /health HTTP/1.1\r\n')  # and then nothing
+        assert [client.recv(1) for client in silent] == [b''] * 8
+        assert True in accepted[-8:] and False in accepted[-8:]  # which were closed at once
         clients.close()
         wait_for('the end of their threads', lambda: threading.active_count() <= n_threads)
         assert is_well(server)
