@@ -853,6 +853,11 @@ def start(args, env):
 WORK = ['lengths.part.bin', 'source.part.json', 'train.part.bin', 'val.part.bin']
 
 
+def assert_lengths_are_those_of_the_tokens(said):
+    train, val, of_lengths = [int(n.replace(',', '')) for n in re.findall('([0-9,]+) tokens', said)]
+    assert train + val == of_lengths
+
+
 @pytest.mark.slow
 def test_a_killed_run_continues_with_the_same_bytes(slow, bpe_env):
     args, expected = slow
@@ -870,6 +875,7 @@ def test_a_killed_run_continues_with_the_same_bytes(slow, bpe_env):
     again = run_to_the_end(*args, env=bpe_env)
     assert (again.returncode, again.stderr) == (0, f'continuing after {done} documents or pieces\n')
     assert snapshot(out) == expected
+    assert_lengths_are_those_of_the_tokens(again.stdout)  # they make the rows of --rows
 
 
 @pytest.mark.slow
@@ -889,6 +895,7 @@ def test_work_that_is_no_longer_right_is_done_again(slow, bpe_env, change):
     again = run_to_the_end(*args, env=bpe_env)
     assert (again.returncode, again.stderr) == (0, '')
     assert snapshot(out) == expected
+    assert_lengths_are_those_of_the_tokens(again.stdout)
 
 
 INTERRUPTED = '''
