@@ -28,8 +28,8 @@ from jax_run.sources import find_starts, open_source
 from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step, split_batch
 from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
-    RESUME, ROOT, TINY, assert_refused, final_state, long, make_step, prepare, random_params, start, succeeded,
-    train, wait_for)
+    RESUME, ROOT, TINY, assert_refused, edit_json, final_state, long, make_step, prepare, random_params, start,
+    succeeded, train, wait_for)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -122,8 +122,9 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
     assert {path.name: path.read_bytes() for path in data.glob('*.*')} == {
         path.name: path.read_bytes() for path in whole.glob('*.*')}
 
-    # other rows, a file of tokens that is gone, and what another version has written, begin anew
-    for change in ('rows', 'tokens', 'version'):
+    # other rows, another template, a file of tokens that is gone, and what another version has
+    # written, begin anew
+    for change in ('rows', 'template', 'tokens', 'version'):
         run = start(ROOT / 'data' / 'chat' / 'prepare.py', *arguments)
         wait_for('rows', lambda: journal.exists() and journal.stat().st_size, run)
         run.kill()
@@ -131,6 +132,11 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
         if change == 'rows':
             shutil.copy(tmp_path / 'killed' / 'chats.jsonl', tmp_path / 'killed' / 'more.jsonl')
             arguments[0] = tmp_path / 'killed' / 'more.jsonl'
+        elif change == 'template':
+            settings = chatting / 'tokenizer_config.json'
+            templates = json.loads(settings.read_text())['chat_template']
+            templates[0]['template'] += '{# other #}'  # which writes the same
+            edit_json(settings, chat_template=templates)
         elif change == 'tokens':
             (data / 'chats.part.bin').unlink()
         else:
