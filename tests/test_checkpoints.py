@@ -1,6 +1,8 @@
 """What is saved is complete or absent, and comes back as it was."""
+import builtins
 import dataclasses
 import errno
+import io
 import os
 import re
 import shutil
@@ -98,6 +100,21 @@ def test_a_checkpoint_that_may_not_be_read_is_not_damaged(three_checkpoints, mon
     monkeypatch.setattr(jax_run.checkpoints, 'checksum', forbidden)
     with pytest.raises(PermissionError, match='ckpt/3/'):
         choose_checkpoint(three_checkpoints)
+
+
+def test_a_checkpoint_whose_metrics_may_not_be_read_is_not_set_aside(three_checkpoints, monkeypatch):
+    metrics, real = three_checkpoints / 'ckpt' / '1' / 'metrics' / 'metrics', io.open
+
+    def forbidden(path, *args, **options):
+        if path == metrics:
+            raise PermissionError(errno.EACCES, 'Permission denied', str(path))
+        return real(path, *args, **options)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, 'open', forbidden)
+    with pytest.raises(PermissionError, match='ckpt/1/metrics/metrics'):
+        lock_out_dir(three_checkpoints, 3)
+    assert checkpoint_steps(three_checkpoints) == [3, 2, 1]
 
 
 def test_in_place_of_a_damaged_best_checkpoint_the_newest_is_taken_not_the_second_best(tmp_path, tiny_state):
