@@ -14,8 +14,8 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_lo
 from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
-    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changes, find_other_losses, flatten,
-    say_what_differs, spread_blocks, val_digest)
+    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changed, find_changes, find_other_losses,
+    flatten, say_what_differs, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
     FAMILIES, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, records_of,
@@ -185,6 +185,12 @@ def test_a_mixture_with_other_fractions_is_other_data(data, dataset, flags, tmp_
 def test_a_resume_says_which_flags_are_others(capsys):
     say_what_differs({'flags': {'weight_decay': [0.1, 0.2], 'max_iters': [10, 20]}})
     assert capsys.readouterr().out == 'other flags than so far: weight_decay 0.1 -> 0.2\n'
+
+
+def test_another_choice_for_the_devices_is_a_change(finished):
+    known = manifest_of(finished[0])
+    assert find_changed(known, known) == {}
+    assert find_changed(known, {**known, 'dtype': 'bfloat16'}) == {'chosen': {'dtype': ['float32', 'bfloat16']}}
 
 
 @pytest.mark.parametrize('name, value', [('beta', 0.2), ('length_normalized', True), ('block_size', 8)])
