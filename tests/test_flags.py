@@ -358,11 +358,12 @@ def test_a_link_and_a_pipe_that_are_written_stay_what_they_are(tmp_path):
 # -----------------------------------------------------------------------------
 # files of an untrusted folder
 
-def test_a_file_larger_than_the_system_allows_is_one_line(capsys):
+@pytest.mark.parametrize('number', [errno.EFBIG, errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO])
+def test_an_error_of_the_disk_is_one_line(number, capsys):
     with pytest.raises(SystemExit) as caught:
-        exit_on_user_error(OSError, OSError(errno.EFBIG, 'File too large', 'ckpt'), None)
+        exit_on_user_error(OSError, OSError(number, os.strerror(number), 'ckpt'), None)
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith('error: ')
+    assert capsys.readouterr().err == f"error: [Errno {number}] {os.strerror(number)}: 'ckpt'\n"
 
 
 @pytest.fixture
