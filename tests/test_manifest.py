@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_lo
 from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
-    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changed, find_changes, find_other_losses,
-    flatten, say_what_differs, spread_blocks, val_digest)
+    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changed, find_changes, find_commit,
+    find_other_losses, flatten, say_what_differs, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
     FAMILIES, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, records_of,
@@ -212,6 +213,26 @@ def test_a_manifest_holds_no_path_host_or_user(finished):
     assert manifest['devices'].keys() == {'kind', 'cpu', 'number', 'processes'}
     assert (manifest['dtype'], manifest['attention']) == ('float32', 'xla')
     assert len(text) < 20_000
+
+
+@pytest.mark.skipif(not shutil.which('git'), reason='needs git')
+def test_the_commit_is_that_of_this_checkout_with_a_plus_if_its_files_have_been_changed(tmp_path, monkeypatch):
+    def git(*words):
+        author = ['-c', 'user.name=a', '-c', 'user.email=a', '-c', 'commit.gpgsign=false']
+        subprocess.run(['git', '-C', tmp_path, *author, *words], check=True, capture_output=True)
+
+    monkeypatch.setattr(jax_run.manifest, '__file__', str(tmp_path / 'jax_run' / 'manifest.py'))
+    assert find_commit() is None
+    git('init')
+    git('commit', '--allow-empty', '-m', 'a project around it')
+    (tmp_path / 'train_jax.py').write_text('')
+    assert find_commit() is None
+    git('add', '.')
+    git('commit', '-m', 'its own')
+    commit = find_commit()
+    assert re.fullmatch('[0-9a-f]{40}', commit)
+    (tmp_path / 'train_jax.py').write_text('changed')
+    assert find_commit() == f'{commit}+'
 
 
 def test_runs_with_different_validation_data_are_marked(data, finished, flags, tmp_path, capsys):
