@@ -1,5 +1,6 @@
 """--verify: a run is trained again from checkpoint to checkpoint, and what was changed in it is named; rows of
 tools/five_minutes.py, of which the beginning is."""
+import hashlib
 import json
 import re
 
@@ -10,7 +11,8 @@ import pytest
 
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint
 from jax_run.log import read_metrics
-from jax_run.verify import Found, Logged
+from jax_run.manifest import describe_file
+from jax_run.verify import Found, Logged, compare_file
 from tests.common import (
     FAMILIES, RESUME, ROOT, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
     write_random_data)
@@ -79,6 +81,14 @@ def test_one_token_of_the_data_is_named(dataset, run_copy, tmp_path, split, i, i
     code, lines = verify(run_copy, f'--dataset={other}')
     assert code == 1 and lines[1] == f'data {split}.bin: other content'
     assert ('iterations 0 to 10: the same bits' in lines) != is_read
+
+
+def test_all_of_a_file_is_read_if_its_digest_is_known():
+    tokens = np.arange(9000, dtype=np.uint16)
+    before = describe_file(tokens, hashlib.sha256(tokens).hexdigest())
+    assert compare_file(before, tokens) == ''
+    tokens[5000] ^= 1
+    assert compare_file(before, tokens) == 'other content'
 
 
 @pytest.mark.parametrize('change, is_same, said', [
