@@ -22,7 +22,7 @@ from jax_run import buckets
 from jax_run.checkpoints import (
     checkpoint_steps, choose_checkpoint, finish_checkpoints, open_checkpoints, run_folder, save_checkpoint)
 from jax_run.data import load_mixture_meta
-from jax_run.out_dir import lock_out_dir
+from jax_run.out_dir import OutDir, lock_out_dir
 from jax_text import load
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import (
@@ -183,6 +183,19 @@ def test_a_checkpoint_that_is_deleted_after_it_was_listed_does_not_end_a_reader(
     reader.refresh()
     assert sorted(path.name for path in (reader.files / 'ckpt').iterdir()) == ['4']
     assert {name for name in reader.objects if name.startswith('ckpt/2/')} == set()
+
+
+def test_an_evaluation_is_in_the_bucket_at_once(flags, url, bucket, monkeypatch):
+    record, seen = OutDir.record_val_loss, []
+
+    def look(out, iter_num, val_loss):
+        record(out, iter_num, val_loss)
+        lines = blob_of(bucket, url, 'metrics.jsonl').download_as_text().splitlines()
+        seen.append([record['iter'] for record in map(json.loads, lines) if 'val_loss' in record])
+
+    monkeypatch.setattr(OutDir, 'record_val_loss', look)
+    succeeded(train(url, *flags, '--max_iters=4', '--eval_interval=2'))
+    assert seen == [[0], [0, 2], [0, 2, 4]]
 
 
 def test_a_run_that_ends_gives_its_lease_back_and_overwrite_deletes_it(flags, url, bucket):
