@@ -122,6 +122,7 @@ def test_an_end_that_moves_into_the_warm_up_trains_on_and_saves(flags, tmp_path,
     monkeypatch.setattr(minutes, 'CHECKED', 1000)  # before each iteration
     monkeypatch.setattr(Deadline, 'count_fitting', lambda self, i, evaluating_s: 6 - i)
     said = succeeded(train(tmp_path / 'out', *flags, '--minutes=5', '--warmup_iters=12')).stdout
+    assert 'only 16 iterations fit into 5 minutes (' in said
     assert 'the speed has changed: max_iters=6, lr_decay_iters=13, after the warm-up' in said
     assert choose_checkpoint(tmp_path / 'out')[0] == 6
 
