@@ -701,10 +701,11 @@ def test_eval_only_writes_nothing(finished, flags, tmp_path):
     assert not (tmp_path / 'new').exists()
     out, _ = finished
     before = files_and_times(out)
-    result = succeeded(train(out, *RESUME, '--eval_only=True'))
+    result = succeeded(train(out, *RESUME, '--eval_only=True', '--sample_prompt=the quick'))
     last = records_of(out, 'val_loss')[-1]
     assert f"step 20: train loss {last['train_loss']:.4f}, val loss {last['val_loss']:.4f}" in result.stdout
     assert files_and_times(out) == before
+    assert re.search(r'^the quick(.|\n){100}\n---------------$', result.stdout, flags=re.M)
 
 
 def test_eight_devices_give_the_curve_of_one_through_the_script(finished, flags, tmp_path):
