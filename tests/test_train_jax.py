@@ -294,7 +294,7 @@ def test_a_run_of_minutes_fixes_its_iterations_and_has_its_schedule_from_the_fir
     n, warmup = fixed_iterations(said)
     assert said.index('minutes=0.05: ') < said.index('step 0: ')
     flags, (step, meta) = json.loads((out / 'config.json').read_text()), choose_checkpoint(out)
-    for recorded in (flags, meta['flags']):
+    for recorded in (flags, meta['flags'], flags['manifest']['flags'], meta['manifest']['flags']):
         assert (recorded['max_iters'], recorded['lr_decay_iters'], recorded['minutes']) == (n, n, 0.05)
         assert recorded['warmup_iters'] == warmup == (5 if n > 5 else n // 10)
     assert step == n
