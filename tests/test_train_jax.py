@@ -37,6 +37,7 @@ from jax_run.model import MODEL_FLAGS, config_from_flags, flags_from_config
 from jax_run.out_dir import OutDir
 from jax_run.program import Options
 from jax_run.start import merge_resumed_flags
+from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, GOLDEN, MODEL, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, final_state, needs_hangup,
     records_of, run_script, sample, samples_of, slow, start, succeeded, train, wait_for,
@@ -828,6 +829,17 @@ def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeyp
     assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
     assert 0 < mfu[19] < 1
     assert wandb.exit_code == 0  # finished: the next run of this process is a new one
+
+
+def test_the_mfu_is_that_of_all_devices_and_counts_the_frozen_weights_of_lora(finished, flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax_devices.setup, 'device_peak_flops', lambda device: 1e12)
+    lora = [f'--init_from={finished[0]}', '--lora_rank=2', '--device=cpu', '--max_iters=1', '--warmup_iters=0']
+    succeeded(train(tmp_path, *flags, *lora))
+    config, params, _ = load_run(finished[0])
+    n_updates = count_params(jax_train_utils.create_updates(jax.random.key(0), params, 2))
+    record = next(record for record in read_metrics(tmp_path) if 'mfu' in record)
+    assert record['mfu'] == pytest.approx(estimate_mfu(
+        n_updates, config, record['tokens_per_sec'], peak_flops=8e12, n_frozen=count_params(params)))
 
 
 def test_a_run_goes_on_without_wandb_if_that_fails(flags, tmp_path, monkeypatch):
