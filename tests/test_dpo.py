@@ -258,6 +258,19 @@ def test_the_margin_grows_on_pairs_that_were_held_out_and_a_resumed_run_is_the_s
     succeeded(sample(tmp_path / 'out', '--start=a', '--max_new_tokens=5', '--num_samples=1'))
 
 
+def test_the_margin_is_that_of_beta_and_per_token_if_it_is_normalized(toy, tmp_path):
+    succeeded(tune(tmp_path / 'out', *toy[0], '--max_iters=2'))
+
+    def margin(*more):
+        said = succeeded(train(tmp_path / 'out', *RESUME, '--eval_only=True', *more)).stdout
+        return float(re.search(r'val margin (-?[\d.]+)', said)[1])
+
+    of_sums = margin('--beta=10.0')
+    assert of_sums > 0.1 and margin('--beta=20.0') == pytest.approx(2 * of_sums, abs=2e-4)
+    # answers of 2 to 8 tokens, with their ends
+    assert of_sums / 8 < margin('--beta=10.0', '--length_normalized=True') < of_sums / 2
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_killed_run_goes_on_with_the_same_bits_and_knows_its_pairs(toy, tmp_path):
