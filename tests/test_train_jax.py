@@ -655,9 +655,10 @@ def test_a_run_from_scratch_does_not_overwrite_another_by_mistake(finished, run_
 
 def test_the_last_line_says_if_the_best_loss_is_of_no_checkpoint_also_after_a_resume(flags, tmp_path):
     worse = [*flags, '--learning_rate=10', '--eval_interval=3', '--eval_iters=2']
+    out = tmp_path / 'a run'
     for command in ([*worse, '--max_iters=3'], [*RESUME, '--max_iters=6']):
-        said = succeeded(train(tmp_path, *command)).stdout
-        assert ' before training: no checkpoint is better); next: python sample_jax.py' in said
+        said = succeeded(train(out, *command)).stdout
+        assert f" before training: no checkpoint is better); next: python sample_jax.py --out_dir='{out}'\n" in said
 
 
 @pytest.mark.slow
