@@ -181,7 +181,7 @@ def test_log_lines_have_nanogpts_form(finished):
                        r'grad norm [\d.]+, eta \d+:\d\d:\d\d$', out, flags=re.M)
     assert [int(i) for i, _ in iters] == list(range(20))
     assert 'tokens per iteration will be: 128' in out
-    assert 'number of parameters: 0.00M' in out
+    assert 'number of parameters: 0.00M\n' in out
     compile_s = float(re.search(r'compiled the training step in ([\d.]+) s', out)[1])
     _, first_ms = iters[0]
     assert float(first_ms) / 1000 < compile_s  # `time` does not include the compilation
