@@ -458,6 +458,7 @@ def test_a_signal_saves_and_exits(flags, tmp_path, signum):
     assert err == f'stopping after this iteration, then saving; {name} again ends at once, without saving\n'
     iteration = int(re.search(rf'^stopped by {name} at iteration (\d+), saved', out, re.M)[1])
     assert choose_checkpoint(tmp_path)[0] == iteration
+    assert float(re.search(r'imports took ([\d.]+) s', out)[1]) > 0.1
     assert (tmp_path / 'loss.png').stat().st_mtime_ns > (tmp_path / 'metrics.jsonl').stat().st_mtime_ns
 
 
