@@ -630,6 +630,14 @@ def test_a_checkpoint_whose_flags_have_other_types_is_not_resumed(name, value):
         merge_resumed_flags(flags, {}, {name: value})
 
 
+def test_what_concerns_one_start_of_a_run_is_not_taken_from_its_checkpoint():
+    flags = dict(init_from='resume', out_dir='out', device='auto', overwrite=False, eval_only=False, verify=0,
+                 profile=False, base='', coordinator_address='', num_processes=0, process_id=-1)
+    saved = dict(init_from='scratch', out_dir='moved', device='cuda:1', overwrite=True, eval_only=True, verify=3,
+                 profile=True, base='llama', coordinator_address='host:1', num_processes=2, process_id=1)
+    assert merge_resumed_flags(flags, {}, saved) == flags | {'lora_rank': 0, 'quantize': ''}
+
+
 @pytest.mark.parametrize('saved', [
     {'head_lr': 0.5}, {'embedding_lr': 2.0}, {'vector_lr': 0.0}, {'optimizer': 'normuon'}])
 def test_a_run_that_was_trained_with_what_is_gone_names_the_commit_that_continues_it(saved):
