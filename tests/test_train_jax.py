@@ -692,6 +692,11 @@ def test_a_run_without_an_iteration_says_that_it_saves_nothing(flags, tmp_path):
     assert said.endswith('saved nothing: there was no iteration\n') and saved_iterations(tmp_path) == []
 
 
+def test_a_learning_rate_below_min_lr_is_said(flags, tmp_path):
+    said = succeeded(train(tmp_path, *flags, '--max_iters=0', '--learning_rate=1e-5')).stdout
+    assert 'warning: min_lr=6e-05 is above learning_rate=1e-05, which would rise to it' in said
+
+
 @pytest.mark.slow
 def test_an_evaluation_where_a_run_resumes_counts_for_its_checkpoint(flags, tmp_path):
     succeeded(train(tmp_path, *flags, '--eval_interval=100', '--save_interval=5', '--max_iters=10'))
