@@ -296,6 +296,13 @@ def test_lora_needs_a_pretrained_model_and_int8_needs_lora(data, base, tmp_path)
     assert_refused(train(tmp_path, *flags), 'nothing reads quantize=int8 without LoRA')
 
 
+def test_int8_experts_are_refused(tmp_path):
+    source = FAMILIES / 'qwen3_moe'
+    write_dataset(tmp_path / 'data', range(40), range(40), vocab_size=44)
+    flags = [f'--dataset={tmp_path / "data"}', f'--init_from={source}', *FLAGS, '--quantize=int8']
+    assert_refused(train(tmp_path / 'out', *flags), 'quantize=int8 does not train models with experts; use --quantize=')
+
+
 def test_lora_with_muon_is_refused(data, base, tmp_path):
     flags = [f'--dataset={data}', f'--init_from={base}', *FLAGS]
     assert_refused(train(tmp_path, *flags, '--optimizer=muon'), 'leave optimizer at adamw')
