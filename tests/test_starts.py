@@ -234,6 +234,8 @@ def test_max_iters_alone_is_a_whole_schedule_which_a_resume_keeps(dataset, tmp_p
     assert records_of(tmp_path / 'alone') == records_of(tmp_path / 'both')
     saved = json.loads((tmp_path / 'alone' / 'config.json').read_text())
     assert (saved['lr_decay_iters'], saved['warmup_iters']) == (10, 1)
+    constant = succeeded(train(tmp_path / 'constant', *short, '--max_iters=1', '--decay_lr=False')).stdout
+    assert 'does not fit' not in constant  # nothing is warmed up
 
     # longer: what was resolved stays, unless it is asked for anew
     said = succeeded(train(tmp_path / 'alone', *RESUME, '--max_iters=12')).stdout
