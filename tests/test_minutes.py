@@ -168,8 +168,10 @@ def test_verify_trains_across_a_moved_end(moved):
 
 
 def test_a_schedule_that_cannot_be_is_refused_before_it_begins(flags, tmp_path):
-    assert_refused(train(tmp_path / 'out', *flags, '--max_iters=9', '--earlier_ends=4:1'),
-                   'lr_decay_iters=1 must be more than warmup_iters=2')
+    for ends in ('4:1', '4:9,8:1'):
+        assert_refused(train(tmp_path / 'out', *flags, '--max_iters=9', f'--earlier_ends={ends}'),
+                       'lr_decay_iters=1 must be more than warmup_iters=2')
+    assert not (tmp_path / 'out').exists()
 
 
 @pytest.fixture
