@@ -49,12 +49,40 @@ def test_the_time_of_a_line_is_the_mean_since_the_line_before_without_evaluation
     assert records[1]['tokens_per_sec'] == pytest.approx(8000 / times[1])
 
 
+@pytest.fixture
+def clock(log, monkeypatch):
+    """[the time that the log reads], which starts as it does."""
+    now = [log[0].start]
+    monkeypatch.setattr('jax_run.log.time', types.SimpleNamespace(perf_counter=lambda: now[0]))
+    return now
+
+
+def test_the_eta_is_the_time_of_the_iterations_that_are_left(log, clock, capsys):
+    log, _ = log
+    clock[0] += 10
+    log.iteration(0, METRICS)
+    log.flush()
+    assert ', eta 0:01:20, ' in capsys.readouterr().out  # of 8 iterations
+
+
+def test_the_seconds_of_evaluations_are_added_up_without_what_is_between_them(log, clock):
+    log, _ = log
+    for i in (0, 5):
+        clock[0] += 10
+        log.pause()
+        clock[0] += 2
+        log.evaluation(i, {'train': {'loss': 1.0}, 'val': {'loss': 2.0}})
+        clock[0] += 1  # a save
+        log.resume()
+    assert log.evaluating_s == pytest.approx(4)
+
+
 def test_an_iteration_is_logged_when_the_next_one_is_under_way_and_every_log_interval(log):
     log, records = log
     for i in range(5):
         log.iteration(i, METRICS)
         assert [record['iter'] for record in records] == list(range(0, i, 2))
-    log.flush()
+    log.close()  # as after a failure
     assert records[-1]['iter'] == 4
 
 
