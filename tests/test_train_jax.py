@@ -842,6 +842,8 @@ def test_wandb_gets_nanogpts_values_with_mfu_in_percent(flags, tmp_path, monkeyp
     mfu = {record['iter']: record['mfu'] for record in read_metrics(tmp_path) if 'mfu' in record}
     assert wandb.logged[0]['mfu'] is None
     assert [record['mfu'] for record in wandb.logged[1:]] == [100 * mfu[9], 100 * mfu[19]]
+    rates = {record['iter']: record['lr'] for record in records_of(tmp_path, 'lr')}
+    assert [record['lr'] for record in wandb.logged] == [None, rates[9], rates[19]]
     assert 0 < mfu[19] < 1
     assert wandb.exit_code == 0  # finished: the next run of this process is a new one
 
