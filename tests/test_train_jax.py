@@ -40,7 +40,7 @@ from jax_run.start import merge_resumed_flags
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
     FAMILIES, GOLDEN, MODEL, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, final_state, needs_hangup,
-    records_of, run_script, sample, samples_of, slow, start, succeeded, train, wait_for,
+    records_of, refusal, run_script, sample, samples_of, slow, start, succeeded, train, wait_for,
     write_dataset)
 
 
@@ -1000,6 +1000,13 @@ def test_another_architecture_is_not_resumed(finished):
     result = train(out, '--init_from=resume', file, f'--out_dir={out}')
     assert_refused(result, 'cannot resume with another architecture')
     assert files_and_times(out) == before
+
+
+@pytest.mark.parametrize('name, value', [('lora_rank', 8), ('lora_alpha', 16.0), ('quantize', '')])
+def test_updates_of_another_form_are_not_resumed(name, value):
+    saved = {'lora_rank': 4, 'lora_alpha': 8.0, 'quantize': 'int8'}
+    said = refusal(merge_resumed_flags, {**saved, 'out_dir': 'out'}, {name: value}, saved)
+    assert f'out was trained with {name}={saved[name]!r}, not {name}={value!r}' in said
 
 
 @pytest.mark.slow
