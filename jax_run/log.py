@@ -412,6 +412,7 @@ def plot_losses(out_dir):
     # Read the points (iteration, loss) of each curve, one after the other.
     curves = {key: array.array('d') for key in lines}
     unit = 'nats per token'
+    lines['val_loss'].set_label('val')  # an earlier run of this process may have had bits per byte
     for record in read_metrics(out_dir):
         if 'val_margin' in record:
             unit = 'of DPO'

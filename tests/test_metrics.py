@@ -83,6 +83,15 @@ def test_the_loss_curves_become_a_picture(tmp_path):
     assert (tmp_path / 'loss.png').read_bytes()[:8] == b'\x89PNG\r\n\x1a\n'
 
 
+@pytest.mark.parametrize('more, label', [({'val_bpb': None}, 'val, nan bits per byte'), ({}, 'val')])
+def test_the_picture_has_the_bits_per_byte_of_its_own_run(tmp_path, more, label):
+    for bits, expected in (({'val_bpb': 1.5}, 'val, 1.5000 bits per byte'), (more, label)):
+        record = {'iter': 1, 'train_loss': 2.0, 'val_loss': 2.0, **bits}
+        (tmp_path / 'metrics.jsonl').write_text(json.dumps(record) + '\n')
+        plot_losses(tmp_path)
+        assert loss_figure()[1]['val_loss'].get_label() == expected
+
+
 def test_an_evaluation_at_the_iteration_of_a_resume_is_kept_and_not_written_again(tmp_path):
     log = MetricsLog(tmp_path)
     evaluation = {'iter': 2, 'train_loss': 1.0, 'val_loss': 2.0}
