@@ -94,6 +94,13 @@ def test_a_skipped_iteration_is_said_in_its_place(log, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == 'iter 1: skipped, none of its tokens counts in the loss'
 
 
+def test_an_end_that_moves_is_a_line_a_record_and_the_end_of_the_bar(log, capsys):
+    log, records = log
+    log.move_end(types.SimpleNamespace(flags={'max_iters': 12, 'lr_decay_iters': 12}), 3)
+    assert records == [{'iter': 3, 'max_iters': 12}] and log.max_iters == log.bar.total == 12
+    assert capsys.readouterr().out == 'iter 3: the speed has changed: max_iters=12, also lr_decay_iters\n'
+
+
 @pytest.mark.parametrize('metrics, is_fine', [
     ({'loss': float('nan')}, False), ({'grad_norm': float('inf')}, False),
     ({'grad_norm': float('inf'), 'loss_scale': 2.0**16}, True),  # float16 skips the update
