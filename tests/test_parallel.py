@@ -38,7 +38,7 @@ from jax_train_utils import (
     language_model, make_eval_step, split_batch)
 from jax_transformer import GPT, GPTConfig, MoEConfig, init_cache
 from tests.common import (
-    META, MODEL, SHORT, TINY, assert_refused, long, make_step, random_params, run_script, slow, train)
+    META, MODEL, RESUME, SHORT, TINY, assert_refused, long, make_step, random_params, run_script, slow, train)
 
 # no tensor axis divides the vocabulary
 CONFIG = GPTConfig(block_size=16, vocab_size=37, n_layer=1, n_head=4, n_embd=16, dropout=0.2)
@@ -508,6 +508,8 @@ def test_profile_leaves_a_trace_with_the_names_of_blocks_and_collectives(dataset
     result = train(short, f'--dataset={dataset}', *MODEL, *SHORT, '--max_iters=2', '--profile=True')
     assert f'traced iterations 0 to 1 into {short}/profile' in result.stdout, result.stderr
     assert list((short / 'profile').rglob('*.trace.json.gz'))
+    result = train(short, *RESUME, '--max_iters=9', '--profile=True')
+    assert f'traced iterations 6 to 8 into {short}/profile' in result.stdout, result.stderr
     text = jit_step(BOTH, CONFIG)[0].as_text()
     for scope in ('h_0/attn/c_attn', 'h_0/mlp', 'all_gather', 'all_reduce', 'cross_entropy', 'clip', 'optimizer'):
         assert re.search(f'op_name="[^"]*{scope}', text), scope
