@@ -3,6 +3,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from jax_run.compare import compare_runs, read_run
 from jax_run.log import loss_figure, plot_losses
 from tests.common import assert_refused, refusal, run_script, succeeded
@@ -57,6 +59,19 @@ def test_tokens_are_counted_by_the_batch_sizes_that_a_run_has_had(tmp_path):
     run = write_run(tmp_path / 'out', 0.1, [3.0, 2.5, 2.75], manifest={'data': [], 'earlier': changes})
     sequences = [0, 5 * 2 + 5 * 4, 5 * 2 + 5 * 4 + 10 * 8]
     assert [x for x, _, _ in read_run(run, 'tokens')['points']] == [8 * n for n in sequences]
+
+
+@pytest.mark.parametrize('vals, best', [([1.0, 2.0, 2.5], 2.5), ([1.0, 2.0], 2.0)])
+@pytest.mark.parametrize('is_old', [False, True])
+def test_the_best_loss_is_that_on_the_data_that_the_run_has_now(tmp_path, vals, best, is_old):
+    manifest = {'data': [], 'earlier_data': [{'until': 10, 'data': []}]}
+    run = write_run(tmp_path / 'out', 0.1, vals, **({} if is_old else {'manifest': manifest}))
+    (run / 'ckpt' / '10' / 'meta').mkdir(parents=True)  # an earlier version has the manifest in checkpoints only
+    (run / 'ckpt' / '10' / 'meta' / 'metadata').write_text(json.dumps({'manifest': manifest}))
+    assert read_run(run, 'iterations')['best'] == best
+    with open(run / 'metrics.jsonl', 'a') as file:
+        file.write(json.dumps({'iter': 10, 'val_loss': 3.0, 'val_bpb': 1.5, 'anew': True}) + '\n')
+    assert read_run(run, 'iterations')['best'] == 1.5
 
 
 def test_a_run_without_an_evaluation_is_refused_and_no_picture_drawn(tmp_path):
