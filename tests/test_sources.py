@@ -210,6 +210,12 @@ def test_an_evaluation_reads_windows_from_the_first_to_the_last_token(n_rows):
     assert len(batch['x']) == n_rows and batch['x'][0, 0] == 0 and batch['y'][-1, -1] == 999
 
 
+def test_targets_without_bytes_are_no_division_by_zero():
+    text = open_source(np.arange(100, dtype=np.uint16), block_size=16, seed=0)
+    evaluation = text.evaluation(2, token_bytes=np.zeros(100, int))
+    assert evaluation.n_bytes == 1 and evaluation.has_special
+
+
 @pytest.mark.parametrize('n', [1, 2, 3, 7, 40, 1000])
 def test_an_evaluation_reads_a_row_at_most_once_and_all_if_there_are_few(n):
     rows = open_source(np.zeros((n, 17), np.uint16), block_size=16, seed=0)
