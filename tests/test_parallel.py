@@ -442,6 +442,7 @@ def test_a_checkpoint_holds_the_state_of_its_iteration_while_training_continues_
                    r'the product may be one of \[1, 2, 4, 8\]'),
     (['--tensor=0'], 'fsdp=1 x tensor=0 x expert=1 x context=1 does not divide'),
     (['--tensor=4', '--n_head=2'], r'tensor=4 does not divide n_head=2; on 8 devices it may be one of \[1, 2\]'),
+    (['--tensor=2', '--n_kv_head=1'], r'tensor=2 does not divide n_kv_head=1; on 8 devices it may be one of \[1\]'),
     (['--fsdp=4', '--n_embd=18', '--n_head=2'],
      r'fsdp=4 does not divide n_embd=18; on 8 devices it may be one of \[1, 2\]'),
     (['--expert=2'], r'expert=2 does not divide n_expert=1; on 8 devices it may be one of \[1\]'),
