@@ -25,7 +25,7 @@ def write_run(folder, learning_rate, vals, **flags):
 
 def test_runs_are_compared_by_what_differs_the_best_first(tmp_path):
     a = write_run(tmp_path / 'out-a', 0.1, [3.0, 2.5, 2.75], seed=1)
-    b = write_run(tmp_path / 'out-b', 0.3, [3.0, 2.25], seed=1, num_processes=2, process_id=0)
+    b = write_run(tmp_path / 'out-b', 0.3, [3.0, 2.25], seed=1, num_processes=2, process_id=0, minutes=5.0)
     picture = tmp_path / 'sweep.png'
     result = succeeded(run_script('plot_jax.py', a, b, '--x=tokens', f'--output={picture}'))
     header, best, other, saved = result.stdout.splitlines()
