@@ -44,6 +44,14 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(tmp_path, tiny_state, 
     assert choose_checkpoint(tmp_path, 'latest')[0] == 8
 
 
+def test_of_equal_losses_the_latest_is_the_best(tmp_path, tiny_state):
+    manager = open_checkpoints(tmp_path, keep=1)
+    for i, val_loss in enumerate([1.0, 1.0, 2.0], start=1):
+        save_checkpoint(manager, i, tiny_state, META, val_loss)
+    finish_checkpoints(manager)
+    assert checkpoint_steps(tmp_path) == [3, 2] and choose_checkpoint(tmp_path, 'best')[0] == 2
+
+
 def test_without_an_evaluation_the_latest_is_the_best(tmp_path, tiny_state):
     manager = open_checkpoints(tmp_path)
     save_checkpoint(manager, 4, tiny_state, META)
