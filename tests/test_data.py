@@ -15,7 +15,7 @@ from jax_run.data import (
     DataChanged, load_dataset, load_dataset_meta, load_ends, load_masks, load_mixture_meta, open_tokens, parse_mixture,
     read_soon)
 from jax_run.manifest import describe_file
-from jax_run.sources import open_source
+from jax_run.sources import Pairs, open_source
 from tests.common import ROOT, edit_json, refusal, write_dataset
 
 # -----------------------------------------------------------------------------
@@ -82,6 +82,17 @@ def test_a_token_file_that_is_cut_short_is_told_and_one_that_is_replaced_stays(t
     os.truncate(path, 2001)
     with pytest.raises(DataChanged, match=r'train.bin was cut short while it was .* 2,001 bytes now, 200,000'):
         source.draw(np.arange(3))
+
+
+@pytest.mark.parametrize('name', ['tokens', 'mask'])
+def test_pairs_whose_tokens_or_mask_are_cut_short_are_told(tmp_path, name):
+    for file, dtype in (('tokens', np.uint16), ('mask', np.uint8)):
+        np.ones(60, dtype).tofile(tmp_path / file)
+    tokens, mask = open_tokens(tmp_path / 'tokens', np.uint16), open_tokens(tmp_path / 'mask', np.uint8)
+    pairs = Pairs(tokens, mask, np.array([30, 60]), length_normalized=False, block_size=40, split='train', seed=0)
+    os.truncate(tmp_path / name, 20)
+    with pytest.raises(DataChanged, match=f'{name} was cut short while it was read'):
+        pairs.draw(np.arange(2))
 
 
 @pytest.mark.parametrize('dtype', ['uint16', 'uint32'])
