@@ -48,6 +48,10 @@ def test_the_schedule_has_as_many_iterations_and_a_warm_up_that_does_not_fit_is_
         'warmup_iters': 5, 'max_iters': 50, 'lr_decay_iters': 50, 'earlier_ends': ''} and run.has_length
 
 
+def test_one_iteration_is_made_where_none_fits():
+    assert fit(0.001, 10) == 1
+
+
 def test_a_signal_ends_the_measuring():
     begun = time.perf_counter()
     fit(10.0, 10, signum=15)
