@@ -35,6 +35,8 @@ def test_pairs_that_are_too_long_are_never_drawn():
     pairs = Pairs(np.arange(sum(lengths)), mask, np.cumsum(lengths), length_normalized=False, block_size=4, seed=0,
                   split='train')
     assert sorted(pairs.locate(np.arange(4))) == [0, 1, 4, 5]
+    assert pairs.evaluation(4).places.tolist() == pairs.evaluation(100).places.tolist() == [0, 1, 4, 5]
+    assert pairs.count_passes(12) == 3
 
 
 # -----------------------------------------------------------------------------
