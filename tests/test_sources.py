@@ -1,6 +1,7 @@
 """Token files become batches: windows, rows, mixtures. tests/test_dpo.py has the pairs."""
 import dataclasses
 import json
+import types
 
 import jax
 import numpy as np
@@ -11,11 +12,11 @@ import jax_run.sources
 from jax_ops.vocabulary import cross_entropy
 from jax_run.data import load_dataset_meta
 from jax_run.sources import (
-    Mixture, Pairs, assign, epochs_of, find_padding, find_starts, get_batch_jax, open_data, open_source,
-    window_order)
+    Data, DataSet, Mixture, Pairs, assign, epochs_of, find_padding, find_starts, get_batch_jax, open_data,
+    open_source, window_order)
 from jax_train_utils import create_train_state
 from jax_transformer import GPT
-from tests.common import TINY, copy_folder, edit_json, make_step, succeeded, train, write_dataset
+from tests.common import TINY, copy_folder, edit_json, make_step, refusal, succeeded, train, write_dataset
 
 
 def open_folders(shares, seed):
@@ -253,6 +254,27 @@ def test_the_batches_of_a_mixture_have_the_same_names_whatever_their_rows_are_of
     described = {str({name: (x.shape, x.dtype.name) for name, x in sorted(batch.items())}) for batch in batches}
     assert len(described) == 1 and {*batches[0]} == {'x', 'y', 'weight', 'start', 'padding'}
     assert any((batch['x'] >= 30).all() for batch in batches) and any((batch['x'] < 30).any() for batch in batches)
+
+
+def test_the_passes_of_a_mixture_are_those_over_its_most_repeated_set():
+    sources = [open_source(np.zeros((n, 17), np.uint16), block_size=16, seed=0) for n in (100, 10)]
+    assert Mixture(sources, [0.75, 0.25]).count_passes(80) == 2  # 20 of 10 rows, 60 of 100
+
+
+def test_each_split_of_each_set_must_have_a_token_that_counts():
+    asked = []
+    sets = [DataSet(name, 0.5, {split: types.SimpleNamespace(evaluation=asked.append) for split in ('train', 'val')},
+                    {}, {}) for name in 'ab']
+    Data(sets, None).check(7)
+    assert asked == [7] * 4
+
+
+def test_the_first_id_outside_the_vocabulary_is_found_also_in_the_last_target():
+    tokens = np.arange(17, dtype=np.uint16)
+    source = open_source(tokens, block_size=16, seed=0, vocab_size=17)
+    assert source.read(np.array([0]))['y'][0, -1] == 16
+    source.vocab_size = 16
+    assert 'the train tokens have an id outside the vocabulary of 16' in refusal(source.read, np.array([0]))
 
 
 def test_a_mixture_of_twenty_sets_shuffles_each_epoch_once(monkeypatch):
