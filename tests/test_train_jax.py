@@ -211,6 +211,7 @@ def test_out_dir_holds_what_was_promised(finished):
     iterations, evaluations = records_of(out, 'loss'), records_of(out, 'val_loss')
     assert [record['iter'] for record in iterations] == list(range(20))
     assert [record['iter'] for record in evaluations] == [0, 10, 20]
+    assert not any('anew' in record for record in evaluations)  # no resume with other data
     first = next(record for record in read_metrics(out) if 'loss' in record)
     assert first.keys() == {'iter', 'loss', 'lr', 'grad_norm', 'time_ms', 'tokens_per_sec', 'mfu'}
     step, meta = choose_checkpoint(out)
