@@ -153,7 +153,7 @@ def test_a_dataset_that_cannot_be_used_is_refused(tmp_path):
 
 
 def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
-    write_dataset(tmp_path, np.arange(30), np.arange(20), vocab_size=25)
+    write_dataset(tmp_path, np.arange(30), np.arange(9, 29), vocab_size=25)
     counted = dict(train_tokens=30, val_tokens=20, max_id=24)  # a lie: ids go to 29
     edit_json(tmp_path / 'meta.json', **counted)
     assert len(load_dataset(tmp_path, 8)['train']) == 30
@@ -161,6 +161,8 @@ def test_a_dataset_that_prepare_has_counted_is_not_read_at_the_start(tmp_path):
     assert 'has token id 25, outside the vocabulary of 25' in refusal(load_dataset, tmp_path, 8)
     edit_json(tmp_path / 'meta.json', max_id=None)
     assert 'has token id 29, outside' in refusal(load_dataset, tmp_path, 8)
+    edit_json(tmp_path / 'meta.json', max_id=24, val_tokens=None)  # not all of it is counted
+    assert 'val.bin has token id 28, outside' in refusal(load_dataset, tmp_path, 8)
     edit_json(tmp_path / 'meta.json', **counted | {'train_tokens': 31})
     assert 'train.bin has 30 tokens, but its meta.json says 31' in refusal(load_dataset, tmp_path, 8)
 
@@ -179,7 +181,8 @@ def test_a_dataset_on_another_drive_than_the_current_folder_is_read(tmp_path, mo
     ({'vocab_size': 28.5}, 'vocab_size 28.5 is not a whole number'), ({'vocab_size': None}, 'vocab_size'),
     ({'row_length': 9.0}, 'row_length 9.0'), ({'max_id': '36'}, "max_id '36'"), ({'tokenizer': 'gpt2'}, ''),
     ({'tokenizer': {'kind': 'word'}}, 'tokenizer is none of'), ({'tokenizer': {'kind': 'folder'}}, 'path'),
-    ({'tokenizer': {'kind': 'char', 'chars': 'ab'}}, 'tokenizer is none of')])
+    ({'tokenizer': {'kind': 'char', 'chars': 'ab'}}, 'tokenizer is none of'), ({'digests': ['abc']}, 'digests'),
+    ({'bytes': {'train': 30, 'val': -1}}, 'bytes'), ({'token_bytes': {'train': 30}}, '')])
 def test_a_dataset_with_a_wrong_meta_json_is_refused(tmp_path, change, message):
     write_dataset(tmp_path, np.arange(30), np.arange(20))
     edit_json(tmp_path / 'meta.json', **change)
@@ -229,7 +232,7 @@ def test_the_flag_dataset_is_a_folder_or_a_mixture(tmp_path, monkeypatch):
     assert parse_mixture('./mine:0.7,text:0.3') == {Path('mine'): 0.7, text: 0.3}
     for bad in ('web:0.7,code', 'web:0.7,code:0.4', 'web:1.5,code:-0.5', 'web:1,code:0', 'web:0.5,a/web:0.5', 'web:x',
                 'web:nan,code:0.5', 'web:0.5,,code:0.5', 'web:0.5.5,code:0.5', 'web:0.5,code:0.5,',
-                'x:web:0.5,code:0.5', 'web:0.0000001,code:0.9999999'):
+                'x:web:0.5,code:0.5', 'web:0.0000001,code:0.9999999', 'web:0.7,code:0.2999'):
         assert 'such as web:0.7,code:0.3' in refusal(parse_mixture, bad)
 
 
@@ -270,6 +273,8 @@ def test_conversations_need_their_masks(row_length, tmp_path):
         np.ones(splits[split].size, np.uint8).tofile(tmp_path / f'{split}_mask.bin')
     assert {split: mask.shape for split, mask in load_masks(tmp_path, splits).items()} == {
         split: tokens.shape for split, tokens in splits.items()}
+    np.ones(splits['val'].size + 1, np.uint8).tofile(tmp_path / 'val_mask.bin')
+    assert 'are missing or of other tokens' in refusal(load_masks, tmp_path, splits)
 
 
 def test_the_command_that_makes_a_missing_data_set_can_be_copied(tmp_path):
