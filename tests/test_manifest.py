@@ -144,6 +144,15 @@ def test_a_resume_that_only_gets_worse_keeps_the_model_that_it_began_with(run_co
     assert choose_checkpoint(run_copy, 'best')[0] in (26, 27)
 
 
+def test_the_best_model_since_the_data_have_changed_is_kept_beside_a_lower_loss_of_before(run_copy):
+    before = run_copy / 'ckpt' / '20'
+    (before / 'checksums.json').write_text('{}')
+    (before / 'metrics' / 'metrics').write_text('{"val_loss": 0.1}')
+    for more in (['--eval_iters=3', '--max_iters=24'], ['--learning_rate=10.0', '--max_iters=26']):
+        succeeded(train(run_copy, *RESUME, '--decay_lr=False', '--keep=1', *more))
+    assert checkpoint_steps(run_copy) == [26, 24, 20] and choose_checkpoint(run_copy, 'best')[0] == 24
+
+
 def test_the_same_data_in_another_place_are_resumed(data, flags, tmp_path):
     out = tmp_path / 'out'
     succeeded(train(out, *flags, f'--dataset={data}', '--max_iters=2'))
