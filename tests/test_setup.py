@@ -210,6 +210,16 @@ def test_one_of_several_gpus_is_the_only_one_that_is_touched(monkeypatch):
     configure_process('cuda:1')
     assert settings == {'jax_cuda_visible_devices': '1', 'jax_rocm_visible_devices': '1',
                         'jax_cpu_enable_async_dispatch': False}
+    visible = types.SimpleNamespace(jax_cuda_visible_devices='1')
+    patched = types.SimpleNamespace(config=visible, devices=lambda kind: ['the second GPU'], process_count=lambda: 1)
+    monkeypatch.setattr(jax_devices.setup, 'jax', patched)
+    assert check_device_availability('cuda:1') == ['the second GPU']  # the only one that jax sees
+
+
+def test_processes_that_share_all_devices_take_none_by_its_number(monkeypatch):
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    with pytest.raises(UserError, match='device=cpu:3, but several processes share all devices'):
+        check_device_availability('cpu:3')
 
 
 def test_deterministic_sets_xlas_flag_before_jax_starts(monkeypatch):
