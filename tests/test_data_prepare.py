@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -607,6 +608,17 @@ def test_an_own_vocabulary_has_the_tokens_asked_for_and_every_string_survives(tm
         assert tokenizer.decode(ids, skip_special_tokens=False) == (part + '<|endoftext|>') * 3
     for text in ('', ' ', '\u4e16 \u0301\u2028\x85\x00\ufeff', ''.join(map(chr, range(0xd800))), '<|endoftext|'):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+@pytest.mark.parametrize('n_parts, n_more, step', [(1, 1, 1), (1, 0, 2), (2, 0, 3)])
+def test_of_a_large_input_a_vocabulary_learns_from_every_second_or_third_document_of_train(
+        tmp_path, monkeypatch, n_parts, n_more, step):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    path = json_lines(tmp_path / 'a.jsonl', [f'document {i}' for i in range(40)])
+    Texts = runpy.run_path(str(DATA / 'text' / 'prepare.py'))['Texts']
+    Texts.train_texts.__globals__['BPE_BYTES'] = path.stat().st_size // n_parts + n_more
+    train = [f'document {i}' for i in range(40) if i % 10 != 9]
+    assert list(Texts([str(path)], 'text', False).train_texts()) == train[::step]
 
 
 @pytest.mark.slow
