@@ -686,7 +686,9 @@ def test_files_folders_lines_and_rows_are_documents_of_which_every_tenth_is_for_
     for i, text in enumerate(texts):
         text_file(tmp_path / 'files', text, f'{"deeper/" * (i > 12)}{i:02}.{"md" if i % 2 else "TXT"}')
     (tmp_path / 'files' / '.hidden').mkdir()
-    for name in ('other.py', '.hidden/a.md'):
+    (tmp_path / 'elsewhere').mkdir()
+    (tmp_path / 'files' / 'link').symlink_to(tmp_path / 'elsewhere')
+    for name in ('other.py', '.hidden/a.md', 'link/a.md'):
         (tmp_path / 'files' / name).write_text('not asked for')
     lines = [json.dumps({'id': 1, 'content': text}, ensure_ascii=i % 2 == 0) for i, text in enumerate(texts)]
     text_file(tmp_path, '\ufeff' + '\r\n'.join([*lines[:9], '', *lines[9:]]), 'lines.jsonlines')
