@@ -739,6 +739,13 @@ def test_rows_of_which_none_has_a_text_are_refused(tmp_path, env):
     assert "none of 30 rows has a text under 'text' that is not empty; --strict names the first such row" in line
 
 
+def test_a_file_whose_first_row_lacks_the_key_is_refused_also_behind_a_file_that_has_it(tmp_path, env):
+    json_lines(tmp_path / 'a.jsonl', ['one row\n'] * 30)
+    text_file(tmp_path, '{"body": "another row"}\n', 'b.jsonl')
+    line = refuse('text', tmp_path / 'a.jsonl', tmp_path / 'b.jsonl', '--out_dir', tmp_path / 'out', env=env)
+    assert "b.jsonl, line 1 has no 'text', only body; name what is the text with --key" in line
+
+
 def test_documents_with_nul_characters_are_counted(tmp_path, env):
     (tmp_path / 'utf16.txt').write_bytes(('the weather there ' * 30).encode('utf-16-le'))
     (tmp_path / 'utf8.txt').write_text('the weather here ' * 30)
