@@ -668,6 +668,13 @@ def test_a_vocabulary_can_be_used_again_also_into_its_own_folder(tmp_path, env):
 # -----------------------------------------------------------------------------
 # texts of any form
 
+@pytest.mark.parametrize('n, val', [(19, 'abcdefghijklmnopqrs'), (20, 'j' * 10 + 't' * 10)])
+def test_below_twenty_documents_each_has_a_part_in_val(tmp_path, n, val):
+    path = json_lines(tmp_path / 'a.jsonl', [letter * 10 for letter in 'abcdefghijklmnopqrst'[:n]])
+    succeeded(run_script('data/text/prepare.py', path, '--tokenizer=char', f'--out_dir={tmp_path / "out"}'))
+    assert decoded(tmp_path / 'out')[1] == val
+
+
 @pytest.mark.parametrize('tokenizer', ['char', 'gpt2'])
 def test_a_text_has_nanogpts_split(tmp_path, bpe_env, tokenizer):
     text = text_file(tmp_path, TEXT)
