@@ -675,6 +675,15 @@ def test_below_twenty_documents_each_has_a_part_in_val(tmp_path, n, val):
     assert decoded(tmp_path / 'out')[1] == val
 
 
+def test_to_choose_settings_the_end_of_train_takes_the_place_of_val(tmp_path):
+    path = text_file(tmp_path, 'a' * 81 + 'b' * 9 + 'c' * 10)
+    for flags, parts in (([], ('a' * 81 + 'b' * 9, 'c' * 10)), (['--tune'], ('a' * 81, 'b' * 9))):
+        succeeded(run_script(
+            'data/shakespeare_bpe/prepare.py', path, '--tokenizer=char', f'--out_dir={tmp_path / "out"}', *flags))
+        assert decoded(tmp_path / 'out') == parts
+        assert read(tmp_path / 'out')[2]['tokenizer']['chars'] == ''.join(sorted(set(''.join(parts))))
+
+
 @pytest.mark.parametrize('tokenizer', ['char', 'gpt2'])
 def test_a_text_has_nanogpts_split(tmp_path, bpe_env, tokenizer):
     text = text_file(tmp_path, TEXT)
