@@ -206,6 +206,7 @@ def test_results_name_the_checkpoint_by_digests(run, tmp_path):
     ('{"messages": [{"role": "user", "content": "a"}]}', 'messages must be a list that ends with an answer'),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', 'no chat template'),
     ('{"query": "a", "choices": ["b", "c"], "gold": 2}', 'gold must be an index below 2, not 2'),
+    ('{"query": "a", "choices": ["b", "c"], "gold": true}', 'gold must be an index below 2, not True'),
     ('{"query": "a", "choices": ["b", ""], "gold": 0}', 'choices: a text is empty'),
     ('{"query": "a", "choices": [], "gold": 0}', 'choices must be a list of texts'),
     ('{"context": "a", "continuation": ""}', 'continuation: a text is empty'),
