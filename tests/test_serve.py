@@ -25,7 +25,7 @@ import jax_text
 from jax_flags import TextSampling
 from jax_generate import Decoder
 from jax_hub.chats import SECONDS
-from jax_apps.serve import BODY_BYTES, Server, describe_logprobs, find_ends
+from jax_apps.serve import Server, describe_logprobs, find_ends
 from jax_text import Generation, load
 from tests.common import (
     GOLDEN, ROOT, assert_as_alone, assert_refused, edit_json, free_port, generate_alone, long, random_request,
@@ -262,6 +262,8 @@ def test_a_prompt_longer_than_the_context_is_continued_at_its_end_if_the_request
     ({}, 'prompt'), ({'prompt': None}, 'prompt'), ({'prompt': []}, 'prompt'), ({'prompt': ['a', 1]}, 'prompt'),
     ({'prompt': {'a': 1}}, 'prompt'), ({'prompt': 'a', 'temperature': 'hot'}, 'temperature'),
     ({'prompt': 'a', 'temperature': True}, 'temperature'), ({'prompt': 'a', 'temperature': 10**400}, 'temperature'),
+    ({'prompt': 'a', 'temperature': 2.1}, 'temperature'), ({'prompt': 'a', 'logit_bias': {'1': 9}}, 'logit_bias'),
+    ({'prompt': 'a', 'response_format': {'type': 'json_object'}}, 'response_format'),
     ({'prompt': 'a', 'max_tokens': 0}, 'max_tokens'), ({'prompt': 'a', 'max_tokens': 1e99}, 'max_tokens'),
     ({'prompt': [99999]}, 'prompt'), ({'prompt': [-1]}, 'prompt'), ({'prompt': 'a', 'seed': 1.5}, 'seed'),
     ({'prompt': 'a', 'stop_token_ids': ['x']}, 'stop_token_ids'), ({'prompt': 'a', 'ignore_eos': True}, 'ignore_eos'),
@@ -297,6 +299,13 @@ def test_a_field_that_is_not_supported_may_have_the_value_that_changes_nothing(o
         assert post(of_run, body)[0] == 200
 
 
+def test_a_request_may_be_as_hot_and_as_large_as_the_documents_say(of_run):
+    body = {'prompt': 'a', 'max_tokens': 1, 'temperature': 2, 'stop': ['w', 'x', 'y', 'z']}
+    content = json.dumps(body).ljust(2**20)
+    assert post(of_run, content)[0] == 200
+    assert post(of_run, content + ' ')[0] == 413
+
+
 def test_the_length_of_an_answer_has_three_names(of_run):
     for name in ('max_tokens', 'max_completion_tokens', 'max_new_tokens'):
         status, text = post(of_run, {'prompt': 'the', name: 3})
@@ -323,7 +332,6 @@ def test_other_mistakes_have_the_errors_of_the_package(of_run):
     assert post(of_run, '{"prompt": "a"}', **{'Content-Type': 'text/plain'})[0] == 415
     assert post(of_run, '{"prompt": "a"}', **{'Content-Encoding': 'gzip'})[0] == 415
     assert post(of_run, '{"prompt": "a"}', **{'Transfer-Encoding': 'chunked'})[0] == 411
-    assert post(of_run, 'x' * (BODY_BYTES + 1))[0] == 413
     assert post(of_run, '[' * 100_000)[0] == 400
 
 
