@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jax_apps.terminal import Chat
+import jax_apps.terminal
+from jax_apps.terminal import Chat, read_turn
 from jax_devices.setup import Lap
 from jax_flags import TextSampling
 from jax_generate import GenerationResult
@@ -394,6 +395,13 @@ def test_only_the_final_channel_of_an_answer_stays_in_the_conversation(speaking,
     assert prompts[1] == tokenizer.encode(said, add_special_tokens=False).ids
     messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
     assert [message['content'] for message in messages] == ['ab', 'so', 'd', '']
+
+
+def test_lines_that_are_pasted_together_are_one_question(monkeypatch):
+    monkeypatch.setattr('sys.stdin', io.StringIO('a\nb\n\nc\nd\n'))
+    more = iter([True, True, True, False, False])
+    monkeypatch.setattr(jax_apps.terminal, 'has_more_input', lambda: next(more))
+    assert [read_turn(), read_turn()] == ['a\nb\n\nc', 'd']
 
 
 @pytest.mark.slow
