@@ -133,7 +133,7 @@ def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
               for n in range(6)]
     lm = [{'context': ' '.join(words[:n]) + ' ', 'continuation': words[n]} for n in range(2, 8)]
     (tmp_path / 'eval_data').mkdir()
-    tasks, expected = [], {}
+    tasks, expected, in_order = [], {}, []
     model = load(run, device='cpu:0')
     for kind, items, n_shots in (('multiple_choice', mc, 2), ('schema', schema, 0), ('language_modeling', lm, 1)):
         write_lines(tmp_path / 'eval_data' / f'{kind}.jsonl', items)
@@ -141,6 +141,7 @@ def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
                      f"icl_task_type: {kind}, continuation_delimiter: ' '}}\n")
         shuffled = list(items)
         random.Random(1337).shuffle(shuffled)
+        in_order += [(f'my_{kind}', items.index(item)) for item in shuffled]
         right = 0
         for i, item in enumerate(shuffled):
             others = [j for j in range(len(shuffled)) if j != i]
@@ -172,9 +173,11 @@ def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
     (tmp_path / 'eval_meta_data.csv').write_text(
         'Eval Task,Task Category,Random baseline\n'
         'my_multiple_choice,a,25\nmy_schema,a,50.0\nmy_language_modeling,b,0\n')
-    found = evaluate(run, f'--tasks={tmp_path}')['results']
+    found = evaluate(run, f'--tasks={tmp_path}', f'--logprobs={tmp_path / "out.jsonl"}')['results']
     assert {name: task['centered'] for name, task in found['tasks'].items()} == pytest.approx(expected, abs=1e-6)
     assert found['core'] == pytest.approx(np.mean(list(expected.values())), abs=1e-6)
+    lines = map(json.loads, (tmp_path / 'out.jsonl').read_text().splitlines())
+    assert [(line['task'], line['item']) for line in lines] == in_order
 
 
 def common(rows):
