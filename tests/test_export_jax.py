@@ -170,13 +170,16 @@ def test_the_card_of_a_model_trained_further_names_its_base_on_the_hub(run_copy,
 
 def test_the_tokens_of_a_run_are_those_of_the_sizes_that_it_had(tmp_path, flags):
     out = tmp_path / 'out'
-    succeeded(train(out, *flags, '--max_iters=4', '--batch_size=2', '--gradient_accumulation_steps=1'))
+    succeeded(train(out, *flags, '--max_iters=4', '--batch_size=2', '--gradient_accumulation_steps=1',
+                    '--decay_lr=False'))
     succeeded(train(out, *RESUME, '--max_iters=7', '--batch_size=4'))
     meta = choose_checkpoint(out)[1]
     assert (meta['flags']['init_from'], meta['origin']) == ('resume', 'scratch')
     succeeded(run_script('export_jax.py', f'--out_dir={out}', '--checkpoint=latest', f'--folder={tmp_path / "model"}'))
     n_tokens = (4 * 2 + 3 * 4) * meta['flags']['block_size']
-    assert f'Trained for 7 iterations, {n_tokens:,} tokens' in (tmp_path / 'model' / 'README.md').read_text()
+    card = (tmp_path / 'model' / 'README.md').read_text()
+    assert f'Trained for 7 iterations, {n_tokens:,} tokens' in card
+    assert '| learning_rate |' in card and '| lr_decay_iters |' not in card  # this rate stays
 
 
 def test_a_model_of_gpt2s_tokens_is_exported_with_them(tmp_path, monkeypatch):
