@@ -32,6 +32,23 @@ def fit(minutes, eval_interval, signum=0, warmup_iters=2):
         evaluate=lambda state: time.sleep(0.05), clock=clock, stop=types.SimpleNamespace(signum=signum))
 
 
+def test_the_time_of_two_evaluations_and_of_the_saves_is_left(monkeypatch):
+    now = 0.0
+
+    def spend(seconds):
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(minutes.time, 'perf_counter', lambda: now)
+    run = types.SimpleNamespace(iter_num=0, flags={'minutes': 1.0, 'warmup_iters': 2, 'eval_interval': 10**9})
+    n = iterations_that_fit(
+        run, types.SimpleNamespace(params=np.zeros(1)), lambda state, batch: (state, spend(0.01)), ONE_PROCESS,
+        make_batch=lambda iteration: {'x': 0}, evaluate=lambda state: spend(5.0),
+        clock=types.SimpleNamespace(compiling=0.0, lap=lambda: None, started=0.0), stop=types.SimpleNamespace(signum=0))
+    measuring = 60 * 0.03 + 5
+    assert n * 0.01 == pytest.approx(60 * 0.98 - measuring - 2 * 5, abs=0.05)
+
+
 @pytest.mark.parametrize('eval_interval, ms', [(1, 60), (5, 20), (10**6, 10)])
 def test_minutes_are_filled_with_iterations_and_evaluations(eval_interval, ms, capsys):
     n = fit(0.05, eval_interval)  # 3 s
