@@ -36,16 +36,17 @@ from tools.clients import Answer, speed_while_busy
 openai = pytest.importorskip('openai')
 
 N_NEW = 40  # the longest answer
+SAMPLING = TextSampling(max_new_tokens=N_NEW, temperature=0.8, top_k=200)
 ASKED = {'role': 'user', 'content': 'ab'}
 
 
 @contextlib.contextmanager
-def serving(source, system='', **options):
+def serving(source, system='', sampling=SAMPLING, **options):
     """Yields a Server of the model, named tiny, that runs in a thread."""
     model = load(str(source), device='cpu:0')
     messages = [{'role': 'system', 'content': system}] if system else []
     server = Server('127.0.0.1', 0, **options)
-    arguments = (model, TextSampling(max_new_tokens=N_NEW, temperature=0.8, top_k=200), messages, 'tiny')
+    arguments = (model, sampling, messages, 'tiny')
     thread = threading.Thread(target=server.run, args=arguments)
     thread.start()
     try:
@@ -160,6 +161,17 @@ def test_a_chat_is_the_answer_of_sample_jax_with_the_same_seed_streamed_or_not(o
     assert [delta.role for delta in deltas] == ['assistant'] + [None] * (len(deltas) - 1)
     assert end.choices[0].finish_reason == answer.choices[0].finish_reason
     assert usage.usage == answer.usage and usage.choices == []
+
+
+def test_what_a_request_leaves_out_is_what_the_server_was_started_with(finished):
+    model, options = load(finished[0], device='cpu:0'), {'temperature': 0, 'max_new_tokens': 30}
+    whole = model.generate('the fox', **options)
+    stop = whole[-8]
+    text = model.generate('the fox', **options, stop=stop)
+    assert text != whole
+    with serving(finished[0], sampling=TextSampling(**options, stop=stop)) as server:
+        assert 'the fox' + complete(server).choices[0].text == text
+        assert 'the fox' + complete(server, stop='never comes').choices[0].text == whole
 
 
 def test_without_a_seed_each_answer_is_another_one(of_run):
