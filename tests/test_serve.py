@@ -240,7 +240,7 @@ def test_a_developer_is_the_system_unless_the_chat_template_knows_both(speaking)
         assert texts[0] == texts[1] != ask(server, seed=1).choices[0].message.content
     template = '{% for m in messages %}{{ "ab" if m.role == "developer" else "c" }}{{ m.content }}{% endfor %}'
     edit_json(speaking / 'tokenizer_config.json', chat_template=template)
-    with serving(speaking) as server:
+    with serving(speaking, system='a') as server:
         assert [ask(server, chat).usage.prompt_tokens for chat in chats] == [12, 13]
 
 
