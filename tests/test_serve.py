@@ -442,7 +442,7 @@ def test_the_page_is_the_only_file_and_loads_nothing_from_elsewhere(of_run):
 
 
 @pytest.mark.parametrize('headers, status', [
-    ({}, 200), ({'Host': 'localhost'}, 200), ({'Host': '192.168.1.7:8000'}, 200), ({'Host': '[::1]:8000'}, 200),
+    ({}, 200), ({'Host': 'LocalHost'}, 200), ({'Host': '192.168.1.7:8000'}, 200), ({'Host': '[::1]:8000'}, 200),
     ({'Host': 'localhost:8000', 'Origin': 'http://localhost:8000'}, 200), ({'Host': 'evil.example:8000'}, 403),
     ({'Host': 'localhost.evil.example'}, 403), ({'Host': ''}, 403), ({'Host': 'a b'}, 403),
     ({'Host': 'localhost:8000', 'Origin': 'http://evil.example'}, 403), ({'Origin': 'null'}, 403),
