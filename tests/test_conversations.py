@@ -235,6 +235,9 @@ def test_the_extras_of_the_forms_are_read():
     assert [m['role'] for m in example.conversations[0]] == ['user', 'assistant', 'tool', 'assistant']
     assert (example.counted, example.tools, example.variables) == ([[1]], [TOOL], {'think': True})
     assert 'weight' not in example.conversations[0][3]
+    turns = [{'from': who, 'value': who} for who in ('system', 'user', 'assistant', 'tool', 'gpt')]
+    example = read_example({'conversations': turns})
+    assert [m['role'] for m in example.conversations[0]] == ['system', 'user', 'assistant', 'tool', 'assistant']
     # "functions", which are refused elsewhere, beside "tools"
     assert read_example({'messages': TURNS, 'functions': [TOOL['function']], 'tools': [TOOL]}).tools == [TOOL]
 
