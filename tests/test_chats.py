@@ -147,6 +147,32 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
         assert (data / 'train.bin').read_bytes() == (whole / 'train.bin').read_bytes()
 
 
+INTERRUPTED = '''
+import os, runpy, sys
+script = sys.argv.pop(1)
+sys.path.insert(0, os.path.dirname(script))
+main = runpy.run_path(script)['main']
+main.__globals__['finish_data_set'] = lambda *args, **options: sys.exit(3)
+main()
+'''
+
+
+def test_work_with_another_tokenizer_is_done_again(chatting, tmp_path):
+    succeeded(prepare_chats([2, 1, 6], chatting, tmp_path))
+    arguments = [tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', '--out_dir']
+    run = start('-c', INTERRUPTED, ROOT / 'data' / 'chat' / 'prepare.py', *arguments, tmp_path / 'again')
+    run.communicate()
+    assert run.returncode == 3 and (tmp_path / 'again' / 'journal.part.jsonl').exists()
+    content = json.loads((chatting / 'tokenizer.json').read_text())
+    vocab = content['model']['vocab']
+    vocab['a'], vocab['b'] = vocab['b'], vocab['a']
+    (chatting / 'tokenizer.json').write_text(json.dumps(content))
+    for out in ('again', 'anew'):
+        succeeded(prepare('chat', *arguments, tmp_path / out))
+    before, again, anew = ((tmp_path / out / 'train.bin').read_bytes() for out in ('data', 'again', 'anew'))
+    assert again == anew != before
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, 'wait4'), reason='Unix only')
