@@ -539,6 +539,13 @@ def test_echo_has_the_log_probabilities_of_the_prompts_and_the_likeliest_tokens(
     assert status == 400 and json.loads(text)['error']['param'] == 'echo'
 
 
+def test_echo_scores_a_text_that_is_longer_than_the_context_in_windows(of_run):
+    choice, = complete(of_run, echo=True, logprobs=0, max_tokens=20, temperature=0).choices
+    ids, expected = of_run.model.logprobs(choice.text)
+    assert len(ids) > of_run.model.config.block_size
+    np.testing.assert_allclose(choice.logprobs.token_logprobs[1:], expected, atol=1e-4)
+
+
 def test_echo_without_new_tokens_scores_the_prompts_alone(of_run):
     options = dict(prompt=['the fox', 'a'], echo=True, logprobs=1, temperature=0)
     longer = complete(of_run, **options, max_tokens=1).choices
