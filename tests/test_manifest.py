@@ -15,8 +15,8 @@ from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_lo
 from jax_run.compare import compare_runs, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
-    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, find_changed, find_changes, find_commit,
-    find_other_losses, flatten, say_what_differs, spread_blocks, val_digest)
+    BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, digest_sources, find_changed, find_changes,
+    find_commit, find_other_losses, flatten, say_what_differs, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
     FAMILIES, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, records_of,
@@ -244,6 +244,22 @@ def test_the_commit_is_that_of_this_checkout_with_a_plus_if_its_files_have_been_
     assert re.fullmatch('[0-9a-f]{40}', commit)
     (tmp_path / 'train_jax.py').write_text('changed')
     assert find_commit() == f'{commit}+'
+
+
+def test_the_ends_of_lines_in_a_checkout_do_not_matter(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax_run.manifest, '__file__', str(tmp_path / 'jax_run' / 'manifest.py'))
+    found = []
+    for content in (b'a = 1\nb = 2\n', b'a = 1\r\nb = 2\r\n', b'a = 1\nb = 3\n'):
+        (tmp_path / 'train_jax.py').write_bytes(content)
+        found.append(digest_sources.__wrapped__()['train_jax.py'])
+    assert found[0] == found[1] != found[2]
+
+
+def test_other_fractions_of_a_mixture_are_other_validation_data():
+    files = {'val.bin': {'bytes': 8, 'samples': '0'}}
+    digests = {val_digest({'data': [{'fraction': x, 'files': files}, {'fraction': 1 - x, 'files': files}]})
+               for x in (0.5, 0.25)}
+    assert len(digests) == 2
 
 
 def test_runs_with_different_validation_data_are_marked(data, finished, flags, tmp_path, capsys):
