@@ -12,10 +12,10 @@ import pytest
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint
 from jax_run.log import read_metrics
 from jax_run.manifest import describe_file
-from jax_run.verify import Found, Logged, compare_file
+from jax_run.verify import Found, Logged, compare_file, verify_run
 from tests.common import (
-    FAMILIES, RESUME, ROOT, assert_refused, copy_folder, prepare, run_script, slow, succeeded, train, write_dataset,
-    write_random_data)
+    FAMILIES, RESUME, ROOT, assert_refused, copy_folder, prepare, refusal, run_script, slow, succeeded, train,
+    write_dataset, write_random_data)
 from tools.five_minutes import print_row
 
 TRAIN = ['--n_layer=1', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4', '--eval_iters=1',
@@ -107,6 +107,11 @@ def test_what_was_changed_is_named(change, is_same, said, run_copy):
     code, lines = verify(run_copy)
     assert any(line.startswith(said) for line in lines), lines
     assert code == (0 if is_same else 1)
+
+
+def test_a_run_is_verified_by_one_process(monkeypatch):
+    monkeypatch.setattr(jax, 'process_count', lambda: 2)
+    assert 'is for one process; JAX_NUM_CPU_DEVICES=2' in refusal(verify_run, *[None] * 5)
 
 
 def test_a_flag_that_the_run_did_not_have_is_refused_by_name(run_copy):
