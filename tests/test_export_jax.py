@@ -18,7 +18,7 @@ from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_transformer import count_params
 from tests.common import (
-    RESUME, TINY, assert_refused, copy_folder, random_params, records_of, run_script, sample, samples_of, start,
+    GOLDEN, RESUME, TINY, assert_refused, copy_folder, random_params, records_of, run_script, sample, samples_of, start,
     succeeded, train)
 
 INTERRUPTED = """
@@ -94,6 +94,10 @@ def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     assert_refused(run_script('export_jax.py', f'--out_dir={out}'), 'name one new folder')
     for name, url in (('folder', 'gs://bucket/m'), ('gguf', 's3://bucket/m.gguf'), ('adapter', 'gs:/bucket/m')):
         assert_refused(run_script('export_jax.py', f'--out_dir={out}', f'--{name}={url}'), f'{name}={url} is not')
+    new = f'--folder={tmp_path / "new"}'
+    assert_refused(run_script('export_jax.py', f'--out_dir={out}', new, '--shard_gb=0'), 'shard_gb must be more than 0')
+    base = run_script('export_jax.py', f'--init_from={GOLDEN / "letters"}', new, '--base=a')
+    assert_refused(base, 'base is for a LoRA run')
     export = run_script('export_jax.py', f'--out_dir={out}', f'--adapter={tmp_path / "adapter"}')
     assert_refused(export, 'was not trained with LoRA, so it has no adapter')
 
