@@ -243,6 +243,10 @@ def test_special_tokens_that_a_text_names_are_counted_and_said(tmp_path, monkeyp
         done = succeeded(run_script('eval_jax.py', f'--init_from={GOLDEN / "letters"}', '--device=cpu:0',
                                     f'--text={path}'))
         assert said in done.stderr and bool(said) == ("special" in done.stderr)
+        found = json.loads(done.stdout.splitlines()[-1])['results']['texts'][str(path)]
+        nats = found['nats_per_token']
+        assert found['perplexity'] == pytest.approx(np.exp(nats)) and found['bytes'] == len(content)
+        assert found['bits_per_byte'] == pytest.approx(nats / np.log(2) * found['tokens'] / len(content))
     monkeypatch.setenv('HOME', str(tmp_path))
     names = ['a.JSONL', 'a.jsonlines', 'a.ndjson', 'a.json', 'a.csv', 'a.tsv']
     for name in names:
