@@ -369,7 +369,7 @@ def evaluate_text(path):
     file. Warns if the text spells special tokens, because a data set has other tokens there. Warns
     if the file has rows, because a data set has only their texts."""
     content = texts[path]
-    agree_on_tokens(model.encode_document(content))
+    agree_on_tokens(at(path, model.encode_document, content))
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
     special = getattr(model.tokenizer, 'special_ids', {model.tokenizer.start_token})
