@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 import jax
 import pytest
 
-from jax_flags import TryAgain, UserError
+from jax_flags import TryAgain, UserError, lock_file
 from jax_run import buckets
 from jax_run.checkpoints import (
     checkpoint_steps, choose_checkpoint, finish_checkpoints, open_checkpoints, run_folder, save_checkpoint)
@@ -588,6 +588,20 @@ def test_a_data_set_is_fetched_once_and_again_when_it_has_changed(uploaded, data
     assert (folder / 'val.bin').read_bytes() == content and (folder / 'more.txt').exists()
     blob_of(bucket, uploaded, 'more.txt').delete()
     assert fetch() == (folder, True) and not (folder / 'more.txt').exists()
+
+
+def test_one_process_of_a_machine_fetches_a_data_set_while_the_others_wait(uploaded, monkeypatch, tmp_path):
+    list_objects, locked = buckets.Folder.list, []
+
+    def look(folder, *args):
+        path, = tmp_path.rglob('*.lock')
+        with open(path) as file:
+            locked.append(not lock_file(file))
+        return list_objects(folder, *args)
+
+    monkeypatch.setattr(buckets.Folder, 'list', look)
+    load_mixture_meta(uploaded)
+    assert locked and all(locked)
 
 
 def test_a_run_and_its_data_may_both_be_in_a_bucket_and_data_sets_are_mixed(uploaded, flags, url, dataset, tmp_path):

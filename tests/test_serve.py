@@ -489,6 +489,11 @@ def test_more_tokens_than_the_server_makes_are_as_many_as_it_makes(of_run):
     assert answer.usage.completion_tokens == N_NEW and answer.choices[0].finish_reason == 'length'
 
 
+def test_of_two_names_for_the_length_of_an_answer_the_newer_counts(of_run):
+    answer = complete(of_run, max_tokens=5, extra_body={'max_completion_tokens': 2})
+    assert answer.usage.completion_tokens == 2
+
+
 def test_several_prompts_and_samples_are_one_batch_with_the_texts_that_each_has_alone(of_run):
     texts = ['the fox', 'a dog']
     alone = [complete(of_run, prompt=text, seed=5, max_tokens=9).choices[0].text for text in texts]
