@@ -14,8 +14,8 @@ import pytest
 
 from jax_flags import TryAgain, UserError
 from jax_run.checkpoints import (
-    add_val_loss, checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints,
-    read_val_loss, run_folder, save_checkpoint)
+    FORMAT, add_val_loss, checkpoint_steps, choose_checkpoint, finish_checkpoints, load_checkpoint, open_checkpoints,
+    read_meta, read_val_loss, run_folder, save_checkpoint)
 from jax_run.out_dir import lock_out_dir, see_lock
 from jax_train_utils import create_optimizer_with_schedule, create_train_state
 from tests.common import META, TINY, edit_json, refusal, start
@@ -42,6 +42,14 @@ def test_the_latest_checkpoints_and_the_best_one_are_kept(tmp_path, tiny_state, 
     assert sorted(int(path.name) for path in (tmp_path / 'ckpt').iterdir()) == kept
     assert choose_checkpoint(tmp_path, 'best')[0] == 3
     assert choose_checkpoint(tmp_path, 'latest')[0] == 8
+
+
+def test_a_checkpoint_of_a_later_version_is_refused(three_checkpoints):
+    step = three_checkpoints / 'ckpt' / '3'
+    assert read_meta(step)['iter_num'] == 3
+    edit_json(step / 'meta' / 'metadata', format=FORMAT + 1)
+    with pytest.raises(ValueError, match=f'it has format {FORMAT + 1}, of a later version; this one reads {FORMAT}'):
+        read_meta(step)
 
 
 def test_of_equal_losses_the_latest_is_the_best(tmp_path, tiny_state):

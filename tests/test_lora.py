@@ -1,4 +1,5 @@
 """LoRA: low-rank updates of frozen weights, through the scripts and on meshes."""
+import dataclasses
 import functools
 import json
 import random
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 
 from jax_devices.layout import setup_distributed_training
@@ -17,11 +19,11 @@ from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_frozen, load_run
 from jax_run.log import read_metrics
-from jax_train_utils import count_frozen, create_train_state, model_params, split_batch
+from jax_train_utils import count_frozen, create_train_state, create_updates, model_params, split_batch
 from jax_transformer import count_params, estimate_mfu
 from tests.common import (
-    FAMILIES, RESUME, apply, assert_refused, copy_folder, edit_tensors, final_state, long, make_step, records_of,
-    run_script, sample, samples_of, start, succeeded, train, wait_for, write_dataset)
+    FAMILIES, RESUME, TINY, apply, assert_refused, copy_folder, edit_tensors, final_state, long, make_step,
+    random_params, records_of, run_script, sample, samples_of, start, succeeded, train, wait_for, write_dataset)
 
 FLAGS = ['--lora_rank=4', '--lora_alpha=8', '--batch_size=4', '--gradient_accumulation_steps=2', '--block_size=16',
          '--eval_iters=2', '--eval_interval=2', '--max_iters=4', '--learning_rate=1e-2', '--decay_lr=False',
@@ -294,6 +296,15 @@ def test_lora_needs_a_pretrained_model_and_int8_needs_lora(data, base, tmp_path)
     assert_refused(train(tmp_path, f'--dataset={data}', *FLAGS), 'LoRA trains updates of a pretrained model')
     flags = [f'--dataset={data}', f'--init_from={base}', '--quantize=int8']
     assert_refused(train(tmp_path, *flags), 'nothing reads quantize=int8 without LoRA')
+
+
+def test_updates_begin_as_zero_by_an_a_whose_products_have_the_scale_of_its_inputs():
+    updates = create_updates(jax.random.key(0), random_params(dataclasses.replace(TINY, n_embd=64)), rank=64)
+    for path, update in flatten_dict(updates).items():
+        if path[-1] == 'b':
+            assert not update.any()
+        else:
+            assert update.std() == pytest.approx(update.shape[0]**-0.5, rel=0.1)
 
 
 def test_int8_experts_are_refused(tmp_path):

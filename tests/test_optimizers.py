@@ -18,19 +18,20 @@ TINY = dataclasses.replace(tests.common.TINY, n_layer=1)
 EXPERTS = dataclasses.replace(TINY, bias=True, moe=MoEConfig(n_expert=4, n_used=2, width=8))
 
 
-@pytest.mark.parametrize('config', [TINY, EXPERTS])
-def test_decay_touches_matrices_and_embeddings_only(config):
+@pytest.mark.parametrize('config, lora_rank', [
+    (TINY, 0), (EXPERTS, 0), (dataclasses.replace(TINY, tied_head=False), 0), (TINY, 2)])
+def test_decay_touches_matrices_and_embeddings_only(config, lora_rank):
     tx = create_optimizer_with_schedule(lambda step: 0.1, weight_decay=0.5)
 
     @jax.jit
     def step():
-        state = create_train_state(jax.random.key(0), config, tx)
+        state = create_train_state(jax.random.key(0), config, tx, lora_rank)
         state = state.replace(params=jax.tree.map(jnp.ones_like, state.params))
         return state.apply_gradients(grads=jax.tree.map(jnp.zeros_like, state.params)).params
 
     after = step()
     for path, p in jax.tree_util.tree_leaves_with_path(after):
-        expected = 0.95 if path[-1].key in ('kernel', 'wte', 'wpe', 'embedding') else 1.0
+        expected = 0.95 if path[-1].key in ('kernel', 'wte', 'wpe', 'embedding', 'lm_head', 'a', 'b') else 1.0
         np.testing.assert_allclose(p, expected, rtol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
