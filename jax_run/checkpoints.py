@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jax_devices.processes import gather_texts
 from jax_flags import (
     TryAgain, UserError, check_choice, did_you_mean, digest, exit_if_peer_died, is_in_bucket, lock_file,
-    printable, read_json, warn, write_text)
+    parse_json, printable, read_json, warn, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
 from jax_transformer import WEIGHTS, GPTConfig
@@ -349,15 +349,18 @@ def read_val_loss(step, since=0):
     loss of the checkpoint at this iteration is the one that add_val_loss has measured anew. Returns
     infinity, the worst loss, for a checkpoint before `since`, and for one without a loss.
 
-    Returns -infinity if the metrics cannot be read, or if the loss in them is not finite. This
-    value is no loss; callers treat such a checkpoint as damaged."""
+    Returns -infinity if the metrics are no JSON with a loss, or if the loss is not finite. This
+    value is no loss; callers treat such a checkpoint as damaged. Raises OSError for metrics that
+    may not be read, or that the disk cannot read: they may be intact."""
     iteration = int(step.name)
     path = step / 'metrics' / (ANEW if iteration == since else 'metrics')
     if iteration < since or not path.exists():
         return math.inf
     try:
-        val_loss = float(read_json(path)['val_loss'])
-    except (KeyError, TypeError, ValueError, OSError, OverflowError):  # a UserError is a ValueError
+        val_loss = float(parse_json(path.read_bytes(), path)['val_loss'])
+    except FileNotFoundError:  # deleted meanwhile
+        return math.inf
+    except (KeyError, TypeError, ValueError, OverflowError):  # a UserError is a ValueError
         return -math.inf
     return val_loss if math.isfinite(val_loss) else -math.inf
 

@@ -352,15 +352,13 @@ def set_damaged_aside(run, resumed_at):
     says why).
 
     run: a DiskRun or BucketRun. resumed_at: the iteration from which the run resumes. It is None if
-    the run is not resumed; then only checkpoints with unreadable metrics count as damaged. Raises
-    OSError for metrics that may not be read, or that the disk cannot read: they may be intact."""
+    the run is not resumed; then only checkpoints with damaged metrics are renamed. Raises OSError as
+    read_val_loss does."""
     folder = run.files / 'ckpt'
     for step in list_steps(folder):
         path = folder / str(step)
         is_newer = resumed_at is not None and step > resumed_at
         if is_newer or read_val_loss(path) == -math.inf:
-            if not is_newer:
-                (path / 'metrics' / 'metrics').read_bytes()  # raises the OSError
             free = free_name(path)
             run.set_aside(path, free)
             print(f'{run.shown(path)} is damaged: renamed to {free.name}')
