@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    UserError, check_needs, check_source, digest, parse_json, read_flags, read_text, start_script,
+    JSON_LINES, UserError, check_needs, check_source, digest, parse_json, read_flags, read_text, start_script,
     warn, write_text)
 from jax_hub.folders import path_inside
 
@@ -369,7 +369,8 @@ def evaluate_text(path):
     file. Warns if the text spells special tokens, because a data set has other tokens there. Warns
     if the file has rows, because a data set has only their texts."""
     content = texts[path]
-    agree_on_tokens(at(path, model.encode_document, content))
+    if jax.process_count() > 1:
+        agree_on_tokens(at(path, model.encode_document, content))
     log = functools.partial(model.logprobs, **options)
     (ids, found), = at(path, log, [content])
     special = getattr(model.tokenizer, 'special_ids', {model.tokenizer.start_token})
@@ -377,7 +378,7 @@ def evaluate_text(path):
     if n_special:
         note(f'{path}: {n_special:,} of {len(ids):,} tokens are special tokens that the text '
              'spells out, such as <|endoftext|>; in a data set they would be plain text')
-    if path.lower().endswith(('.jsonl', '.jsonlines', '.ndjson', '.json', '.csv', '.tsv')):
+    if path.lower().endswith((*JSON_LINES, '.json', '.csv', '.tsv')):
         note(f'{path}: the file is scored as it is, with the keys and marks of its rows')
     # count the bytes of scored tokens: the first one is scored only after a token that begins a
     # document

@@ -195,6 +195,9 @@ def lock_file(file, *, wait=False):
     return True
 
 
+JSON_LINES = ('.jsonl', '.jsonlines', '.ndjson')  # the endings of files of JSON lines
+
+
 def parse_json(text, name, remedy=''):
     """Returns the value of a JSON text. Raises UserError if the text is not JSON; the message
     begins with `name` and ends with `remedy`."""

@@ -13,8 +13,8 @@ import sys
 import time
 
 from jax_flags import (
-    TextSampling, UserError, check_needs, check_ranges, check_source, digest, read_flags, read_text,
-    start_script)
+    JSON_LINES, TextSampling, UserError, check_needs, check_ranges, check_source, digest, read_flags,
+    read_text, start_script)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt
@@ -100,7 +100,7 @@ def read_prompts(start, each_line, chat):
     # a file of JSON lines, of a prompt in each line, or of a single prompt
     path = os.path.expanduser(start.removeprefix('FILE:'))
     text = read_text(path)
-    if path.lower().endswith(('.jsonl', '.jsonlines', '.ndjson')):
+    if path.lower().endswith(JSON_LINES):
         prompts = [read_prompt(path, number, line, chat)
                    for number, line in enumerate(text.split('\n'), start=1) if line.strip()]
     elif each_line:

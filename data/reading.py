@@ -10,9 +10,9 @@ import lzma
 import os
 import zlib
 
-from jax_flags import UserError, parse_json
+from jax_flags import JSON_LINES, UserError, parse_json
 
-ROW_ENDINGS = ('.json', '.jsonl', '.jsonlines', '.ndjson', '.csv', '.tsv', '.parquet')
+ROW_ENDINGS = (*JSON_LINES, '.json', '.csv', '.tsv', '.parquet')
 TABLE_ENDINGS = ('.csv', '.tsv')
 OPENERS = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
 PACKED_ENDINGS = (*OPENERS, '.zst')  # pyarrow reads .zst

@@ -412,13 +412,13 @@ def plot_losses(out_dir):
     # Read the points (iteration, loss) of each curve, one after the other.
     curves = {key: array.array('d') for key in lines}
     unit = 'nats per token'
-    lines['val_loss'].set_label('val')  # an earlier run of this process may have had bits per byte
+    val_label = 'val'
     for record in read_metrics(out_dir):
         if 'val_margin' in record:
             unit = 'of DPO'
         if 'val_bpb' in record:
             bits = record['val_bpb'] or math.nan
-            lines['val_loss'].set_label(f'val, {bits:.4f} bits per byte')
+            val_label = f'val, {bits:.4f} bits per byte'
         for key, points in curves.items():
             if isinstance(record.get(key), (int, float)):
                 points.extend((record['iter'], record[key]))
@@ -439,6 +439,7 @@ def plot_losses(out_dir):
     # Fit the axes, and name them and the curves that there are.
     axes, = figure.axes
     axes.set_ylabel(f'loss ({unit})')
+    lines['val_loss'].set_label(val_label)
     axes.relim()
     axes.autoscale_view()
     axes.legend(handles=[line for line in lines.values() if len(line.get_xdata())])
