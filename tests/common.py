@@ -52,6 +52,15 @@ MODELS = {
 META = {'model': dataclasses.asdict(TINY), 'best_val_loss': 1.0, 'tokenizer': {}, 'flags': {},
         'wandb_id': None}  # of a checkpoint, as train_jax.py writes it
 RESUME = ['--init_from=resume', '--device=cpu:0']
+# the prepare script sys.argv[1], which ends before it makes the files of its data set
+INTERRUPTED_PREPARE = '''
+import os, runpy, sys
+script = sys.argv.pop(1)
+sys.path.insert(0, os.path.dirname(script))
+main = runpy.run_path(script)['main']
+main.__globals__['finish_data_set'] = lambda *args, **options: sys.exit(3)
+main()
+'''
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)  # one case of a test
 long = functools.partial(pytest.param, marks=(pytest.mark.slow, pytest.mark.long))

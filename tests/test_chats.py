@@ -28,8 +28,8 @@ from jax_run.sources import find_starts, open_source
 from jax_train_utils import TrainState, estimate_loss_jax, language_model, make_eval_step, split_batch
 from jax_transformer import GPT, GPTConfig, MLAConfig, dot_product_attention
 from tests.common import (
-    RESUME, ROOT, TINY, assert_refused, edit_json, final_state, long, make_step, prepare, random_params, start,
-    succeeded, train, wait_for)
+    INTERRUPTED_PREPARE, RESUME, ROOT, TINY, assert_refused, edit_json, final_state, long, make_step, prepare,
+    random_params, start, succeeded, train, wait_for)
 
 BLOCK = 160  # two blocks of chunked attention
 ROPE = dict(position='rope', norm='rms', mlp='swiglu', bias=False)
@@ -123,7 +123,7 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
         path.name: path.read_bytes() for path in whole.glob('*.*')}
 
     # other rows, another template, a file of tokens that is gone, and what another version has
-    # written, begin anew
+    # written, start over
     for change in ('rows', 'template', 'tokens', 'version'):
         run = start(ROOT / 'data' / 'chat' / 'prepare.py', *arguments)
         wait_for('rows', lambda: journal.exists() and journal.stat().st_size, run)
@@ -147,20 +147,10 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
         assert (data / 'train.bin').read_bytes() == (whole / 'train.bin').read_bytes()
 
 
-INTERRUPTED = '''
-import os, runpy, sys
-script = sys.argv.pop(1)
-sys.path.insert(0, os.path.dirname(script))
-main = runpy.run_path(script)['main']
-main.__globals__['finish_data_set'] = lambda *args, **options: sys.exit(3)
-main()
-'''
-
-
 def test_work_with_another_tokenizer_is_done_again(chatting, tmp_path):
     succeeded(prepare_chats([2, 1, 6], chatting, tmp_path))
     arguments = [tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', '--out_dir']
-    run = start('-c', INTERRUPTED, ROOT / 'data' / 'chat' / 'prepare.py', *arguments, tmp_path / 'again')
+    run = start('-c', INTERRUPTED_PREPARE, ROOT / 'data' / 'chat' / 'prepare.py', *arguments, tmp_path / 'again')
     run.communicate()
     assert run.returncode == 3 and (tmp_path / 'again' / 'journal.part.jsonl').exists()
     content = json.loads((chatting / 'tokenizer.json').read_text())

@@ -27,7 +27,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jax_hub.tokenizers import tokens_digest
 from jax_run.data import load_dataset_meta, same_tokens
-from tests.common import GOLDEN, ROOT, assert_refused, edit_json, needs_hangup, run_script, succeeded, wait_for
+from tests.common import (
+    GOLDEN, INTERRUPTED_PREPARE, ROOT, assert_refused, edit_json, needs_hangup, run_script, succeeded, wait_for)
 
 DATA = Path(__file__).resolve().parent.parent / 'data'
 EOT = 50256
@@ -935,14 +936,6 @@ def test_work_that_is_no_longer_right_is_done_again(slow, bpe_env, change):
     assert_lengths_are_those_of_the_tokens(again.stdout)
 
 
-INTERRUPTED = '''
-import runpy, sys
-main = runpy.run_path(sys.argv.pop(1))['main']
-main.__globals__['finish_data_set'] = lambda *args, **options: sys.exit(3)
-main()
-'''
-
-
 def test_work_with_another_vocabulary_is_done_again(tmp_path, env):
     text = text_file(tmp_path, words(20_000, seed=1), 'a.txt')
     other = text_file(tmp_path, words(20_000, seed=2)[::-1], 'b.txt')
@@ -951,7 +944,7 @@ def test_work_with_another_vocabulary_is_done_again(tmp_path, env):
     shutil.copytree(f'{text}_data/tokenizer', tmp_path / 'model')
     args = 'text', text, f'--tokenizer={tmp_path / "model"}', '--out_dir'
     python, script, *flags = command(*args, tmp_path / 'out')
-    assert subprocess.run([python, '-c', INTERRUPTED, script, *flags], env=env).returncode == 3
+    assert subprocess.run([python, '-c', INTERRUPTED_PREPARE, script, *flags], env=env).returncode == 3
     assert (tmp_path / 'out' / 'lengths.part.bin').stat().st_size
     shutil.copytree(f'{other}_data/tokenizer', tmp_path / 'model', dirs_exist_ok=True)
     for out in ('out', 'anew'):
