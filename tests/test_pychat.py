@@ -162,6 +162,20 @@ def test_forms_are_divided_and_names_that_do_not_exist_are_new_in_each_split(pyc
     assert last['There is no '] == 25
 
 
+def test_a_name_is_asked_for_by_its_last_part_only_if_no_other_name_ends_so(pychat, package):
+    maker = pychat['questions'].Maker(*pychat['names'].read_names(package), 'shop', seed=1)
+    alone = {named.last for named in maker.known_alone}
+    assert 'weigh_apples' in alone and 'BoxPears' in alone
+    assert 'close' not in alone  # a method of six classes
+
+
+def test_joined_conversations_fit_into_a_row(pychat):
+    maker = pychat['questions'].Maker({}, set(), 'shop', seed=1)
+    joined = maker.join([['q' * 150, 'a' * 150]] * 300)
+    assert {sum(map(len, turns)) for turns in joined} == {300, 600}
+    assert [turn for turns in joined for turn in turns] == ['q' * 150, 'a' * 150] * 300
+
+
 @pytest.fixture(scope='module')
 def taught(package, tmp_path_factory):
     """(the out_dir of a small model that has learned the package's names, the file of the test's questions)."""
@@ -182,6 +196,23 @@ def taught(package, tmp_path_factory):
 
 def read_questions(tasks):
     return [json.loads(line)['messages'] for line in tasks.read_text().splitlines()]
+
+
+def test_the_last_tenth_and_the_tasks_have_the_words_of_their_split(pychat, taught):
+    """data/chat/prepare.py takes the last tenth for validation: it must be the conversations that
+    are not in the words of the train part."""
+    _, tasks = taught
+    questions = pychat['questions']
+    forms = {split: [form.partition('{}')[0] for kind in (
+        questions.HOLDS, questions.HELLO, questions.WHO, questions.THANKS, questions.ELSEWHERE, questions.WHAT)
+        for form in kind[split]] for split in ('val', 'test')}
+    first = [chat[0]['content'] for chat in read_questions(tasks.parent.parent / 'chats.jsonl')]
+    n_train = int(len(first) * 0.9)
+    assert all(question.startswith(tuple(forms['val'])) for question in first[n_train:])
+    assert not [question for question in first[:n_train] if question.startswith(tuple(forms['val'] + forms['test']))]
+    for name, split in (('forms', 'test'), ('val_forms', 'val'), ('invented', 'test'), ('val_invented', 'val')):
+        asked = [chat[0]['content'] for chat in read_questions(tasks.parent / f'{name}.jsonl')]
+        assert asked and all(question.startswith(tuple(forms[split])) for question in asked)
 
 
 def test_a_model_learns_to_answer_and_eval_counts_what_it_says(taught):
