@@ -147,16 +147,23 @@ def test_a_killed_preparation_goes_on_with_the_same_bytes(chatting, tmp_path, fl
         assert (data / 'train.bin').read_bytes() == (whole / 'train.bin').read_bytes()
 
 
-def test_work_with_another_tokenizer_is_done_again(chatting, tmp_path):
+@pytest.mark.parametrize('change', ['tokenizer', 'template', 'file'])
+def test_work_with_another_tokenizer_template_or_content_is_done_again(chatting, tmp_path, change):
     succeeded(prepare_chats([2, 1, 6], chatting, tmp_path))
     arguments = [tmp_path / 'chats.jsonl', f'--tokenizer={chatting}', '--out_dir']
     run = start('-c', INTERRUPTED_PREPARE, ROOT / 'data' / 'chat' / 'prepare.py', *arguments, tmp_path / 'again')
     run.communicate()
     assert run.returncode == 3 and (tmp_path / 'again' / 'journal.part.jsonl').exists()
-    content = json.loads((chatting / 'tokenizer.json').read_text())
-    vocab = content['model']['vocab']
-    vocab['a'], vocab['b'] = vocab['b'], vocab['a']
-    (chatting / 'tokenizer.json').write_text(json.dumps(content))
+    if change == 'tokenizer':
+        content = json.loads((chatting / 'tokenizer.json').read_text())
+        vocab = content['model']['vocab']
+        vocab['a'], vocab['b'] = vocab['b'], vocab['a']
+        (chatting / 'tokenizer.json').write_text(json.dumps(content))
+    elif change == 'template':
+        arguments.insert(2, '--template=plain')
+    else:  # in place, and as long as before
+        text = arguments[0].read_text()
+        arguments[0].write_text(text.replace('"content": "a"', '"content": "b"'))
     for out in ('again', 'anew'):
         succeeded(prepare('chat', *arguments, tmp_path / out))
     before, again, anew = ((tmp_path / out / 'train.bin').read_bytes() for out in ('data', 'again', 'anew'))

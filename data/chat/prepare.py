@@ -397,7 +397,7 @@ def make_data_set(args, enc, vocabulary, source):
     read = read_examples(args.input, enc, vocabulary, folder, source)
     told = read.told
     n_examples = len(read.ends) // read.n_each
-    n_train = min(n_examples - 1, int(n_examples*0.9))  # the last tenth is for validation
+    n_train = int(n_examples * 0.9)  # the last tenth is for validation
     kind = 'chats' if read.n_each == 1 else 'pairs'
     try:
         left_out = [f'{n:,} rows left out: {reason}' for reason, n in told.left_out.items()]
@@ -465,9 +465,9 @@ def main():
         args.tokenizer, template, PLAIN_STOP if args.template == 'plain' else None)
     check_template_tokens(args.template, enc)
     state = os.stat(args.input) if os.path.isfile(args.input) else None
-    source = {'input': os.path.abspath(args.input), 'template': template,
+    source = {'input': os.path.abspath(args.input),
               'size': state and state.st_size, 'changed': state and state.st_mtime_ns,
-              'tokenizer': digest(vocabulary.files),
+              'tokenizer': digest(vocabulary.files),  # with its template
               'version': 1}  # of this script: a higher one if a row gets other tokens
     with locked_folder(args.out_dir):
         make_data_set(args, enc, vocabulary, source)
