@@ -169,6 +169,13 @@ def test_the_prompt_loop_continues_the_text_so_far(finished, monkeypatch):
     assert wrong.startswith("error: the text has characters that the model does not know: 'F'")
 
 
+def test_without_a_chat_template_each_line_of_the_user_begins_a_new_line(finished):
+    model = load(finished[0], device='cpu:0')
+    said = [{'role': 'user', 'content': 'the'}, {'role': 'assistant', 'content': ' dog'},
+            {'role': 'user', 'content': 'fox'}]
+    assert Chat(model, '', TextSampling()).encode(said) == model.encode('the dog\nfox')
+
+
 def test_no_new_tokens_print_the_prompt(finished):
     assert samples_of(sample(finished[0], '--max_new_tokens=0', '--start=fox', '--num_samples=1')) == ['fox']
 
@@ -414,6 +421,19 @@ def test_the_oldest_turns_of_a_chat_go_when_the_context_is_full(speaking, monkey
     assert 'the prompt has 40 tokens, the context of the model 32: ' in result.stderr
 
 
+@pytest.mark.parametrize('max_new_tokens, n_kept', [(5, 3), (12, 3), (13, 2), (100, 2)])
+def test_a_chat_keeps_room_for_an_answer_of_at_most_half_the_context(speaking, max_new_tokens, n_kept, capsys):
+    edit_json(speaking / 'tokenizer_config.json', chat_template='{% for m in messages %}{{ m.content }}{% endfor %}')
+    edit_json(speaking / 'config.json', max_position_embeddings=32)
+    chat = Chat(load(speaking, device='cpu:0'), '', TextSampling(max_new_tokens=max_new_tokens))
+    turns = [{'role': role, 'content': 'abcd'} for role in ('user', 'assistant')] * 3
+    messages = [*turns, {'role': 'user', 'content': 'abcd'}]
+    counts = [len(chat.encode(messages[2 * i:])) for i in range(4)]
+    assert counts == [28, 20, 12, 4]
+    assert chat.forget_oldest(messages) == messages[-(2 * n_kept - 1):]
+    assert f'{4 - n_kept} ' in capsys.readouterr().out.replace('turn is', '1 turn')
+
+
 def test_prompts_can_be_questions_of_a_chat(speaking, tmp_path):
     (tmp_path / 'questions.txt').write_text('ab\ncd\n')
     flags = [f'--init_from={speaking}', '--chat=True', '--max_new_tokens=3', '--temperature=0', '--num_samples=1']
@@ -456,6 +476,16 @@ def test_the_system_prompt_is_the_first_message_of_a_chat(speaking):
     edit_json(speaking / 'tokenizer_config.json', chat_template=template)
     refused = sample('none', f'--init_from={speaking}', '--chat=True', '--start=a', '--system=be brief')
     assert_refused(refused, 'template refuses: be brief')
+
+
+def test_a_saved_chat_begins_with_its_system_prompt(speaking, tmp_path):
+    edit_json(speaking / 'tokenizer_config.json', chat_template='{% for m in messages %}{{ m.content }}{% endfor %}')
+    chat = Chat(load(speaking, device='cpu:0'), 'be brief', TextSampling(max_new_tokens=1))
+    chat.answer([], 'ab')
+    chat.save(str(tmp_path / 'chat.json'))
+    messages = json.loads((tmp_path / 'chat.json').read_text())['messages']
+    assert [message['role'] for message in messages] == ['system', 'user', 'assistant']
+    assert messages[0]['content'] == 'be brief'
 
 
 @pytest.mark.slow
