@@ -1,6 +1,7 @@
 """eval_jax.py: bits per byte of texts, and accuracy in tasks, by the log-probabilities of tests/test_text.py."""
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -121,6 +122,22 @@ def test_a_task_counts_what_each_item_alone_gives(flags, run, tmp_path):
             text = model.generate([context], max_new_tokens=len(continuation), temperature=0)[0]
             right, right_norm = right + (text == context + continuation), right_norm + (text == context + continuation)
     assert result == {'accuracy': right / 5, 'accuracy_norm': right_norm / 5, 'n': 5}
+
+
+def test_accuracy_norm_divides_by_the_characters_of_a_choice_without_the_space(run, tmp_path):
+    """The item is one of which another divisor chooses another option."""
+    model = load(run, device='cpu:0')
+    text = TEXT.replace(' ', '')
+    found = []
+    for i, n in itertools.product(range(0, 30, 3), range(1, 6)):
+        choices = [text[i], text[i + 1:i + 2 + n]]
+        sums = np.array([logprob(model, text[:9], f' {choice}') for choice in choices])
+        best = [int(np.argmax(sums / ([len(choice) + more for choice in choices]))) for more in (0, 1)]
+        if best[0] != best[1]:
+            found.append({'query': text[:9], 'choices': choices, 'gold': best[0]})
+    assert found
+    path = write_lines(tmp_path / 'mine.jsonl', found[:4])
+    assert evaluate(run, f'--tasks={path}')['results']['tasks']['mine']['accuracy_norm'] == 1
 
 
 def test_a_bundle_gets_nanochats_centered_accuracy(run, tmp_path):
