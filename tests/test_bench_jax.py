@@ -87,7 +87,7 @@ def test_alternated_programs_are_compared_round_by_round(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_benchmark_that_cannot_be_is_refused():
     assert_refused(run_script('bench_jax.py', '--mode=sleep'), 'mode must be one of train, decode, compile, not ')
-    too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=100')
+    too_many = run_script('bench_jax.py', '--mode=decode', *BENCH, '--prompt_len=16', '--max_new_tokens=17')
     assert_refused(too_many, 'at most block_size=32')
     too_few = run_script('bench_jax.py', '--mode=decode', *BENCH, '--max_new_tokens=1')
     assert_refused(too_few, 'max_new_tokens must be at least 2')
@@ -95,6 +95,8 @@ def test_a_benchmark_that_cannot_be_is_refused():
     assert_refused(run_script('bench_jax.py', '--mode=compile', '--quantize=int4'), 'quantize must be one of int8')
     assert_refused(run_script('bench_jax.py', '--preset=huge'),
                    "preset must be one of nanogpt_cpu, baby, gpt2, not 'huge'")
+    assert_refused(run_script('bench_jax.py', '--mode=train', '--compile=False', '--max_iters=3'),
+                   'bench_jax.py does not read max_iters, a flag of train_jax.py')
 
 
 @pytest.mark.slow

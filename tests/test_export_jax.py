@@ -83,6 +83,20 @@ def test_an_exported_model_gives_the_same_samples(qwen, dataset, tmp_path):
     assert samples_of(exported) == samples_of(sample(qwen, *flags))
 
 
+def test_an_export_in_shards_is_the_same_model(finished, tmp_path):
+    names = []
+    for i, flags in enumerate(([], ['--shard_gb=5e-6'])):
+        folder = tmp_path / str(i)
+        succeeded(run_script('export_jax.py', f'--out_dir={finished[0]}', f'--folder={folder}', *flags))
+        names.append(sorted(path.name for path in folder.glob('*.safetensors*')))
+    assert names[0] == ['model.safetensors']
+    shards = [path for path in names[1] if path.endswith('.safetensors')]
+    assert len(shards) > 1 and 'model.safetensors.index.json' in names[1]
+    assert max((tmp_path / '1' / name).stat().st_size for name in shards) < 5_000 + 2_000  # and the header
+    whole, split = (load_pretrained(tmp_path / str(i))[1] for i in range(2))
+    jax.tree.map(np.testing.assert_array_equal, whole, split)
+
+
 def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
     out, _ = finished
     flags = ['--num_samples=2', '--max_new_tokens=10', '--start=the ']
@@ -96,6 +110,8 @@ def test_export_writes_a_folder_that_needs_nothing_else(finished, tmp_path):
         assert_refused(run_script('export_jax.py', f'--out_dir={out}', f'--{name}={url}'), f'{name}={url} is not')
     new = f'--folder={tmp_path / "new"}'
     assert_refused(run_script('export_jax.py', f'--out_dir={out}', new, '--shard_gb=0'), 'shard_gb must be more than 0')
+    named = run_script('export_jax.py', f'--out_dir={out}', f'--gguf={tmp_path / "model.bin"}')
+    assert_refused(named, 'the name of a GGUF file ends in .gguf')
     base = run_script('export_jax.py', f'--init_from={GOLDEN / "letters"}', new, '--base=a')
     assert_refused(base, 'base is for a LoRA run')
     export = run_script('export_jax.py', f'--out_dir={out}', f'--adapter={tmp_path / "adapter"}')
