@@ -95,6 +95,28 @@ def test_a_vocabulary_that_prepare_has_learned_is_split_by_llama_cpp_too(tmp_pat
     assert split_of(json.loads(tokenizer.tokenizer.to_str())) == 'qwen2'
 
 
+BYTES = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True, 'use_regex': False}
+# as in the tokenizer.json of Llama 3
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+          r'|\s+(?!\S)|\s+')
+
+
+@pytest.mark.parametrize('name, steps, ignore_merges', [
+    ('gpt-2', [BYTES | {'use_regex': True}], False),
+    ('smollm', [{'type': 'Digits', 'individual_digits': True}, BYTES | {'use_regex': True}], False),
+    ('llama-bpe', [{'type': 'Split', 'pattern': {'Regex': LLAMA3}, 'behavior': 'Isolated', 'invert': False}, BYTES],
+     True),
+    ('qwen2', [{'type': 'Split', 'pattern': {'Regex': LLAMA3.replace('{1,3}', '')}, 'behavior': 'Isolated',
+                'invert': False}, BYTES], False)])
+def test_published_ways_to_split_have_llama_cpps_name(name, steps, ignore_merges):
+    model = {'type': 'BPE', 'ignore_merges': ignore_merges}
+    description = {'model': model, 'normalizer': None,
+                   'pre_tokenizer': {'type': 'Sequence', 'pretokenizers': steps} if len(steps) > 1 else steps[0]}
+    assert split_of(description) == name
+    other = model | {'ignore_merges': not ignore_merges}
+    assert 'no equivalent of this tokenizer.json' in refusal(split_of, description | {'model': other})
+
+
 def test_a_gguf_file_has_the_chat_template_and_the_end_tokens(speaking, tmp_path):
     tokenizer = json.loads((speaking / 'tokenizer.json').read_text())
     tokenizer['pre_tokenizer'] = {'type': 'ByteLevel', 'add_prefix_space': False, 'trim_offsets': True,
