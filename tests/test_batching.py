@@ -190,6 +190,13 @@ def test_the_first_token_is_there_at_once_while_others_go_on_by_one(model, monke
     assert batch.rows[0].n_generated == 2 and batch.rows[0].place is not None
 
 
+@pytest.mark.parametrize('slow_step, n_chunks', [(0, 9), (float('inf'), 2)])
+def test_a_chunk_is_one_token_if_steps_are_slow(model, batches, monkeypatch, slow_step, n_chunks):
+    monkeypatch.setattr(jax_apps.batching, 'SLOW_STEP', slow_step)
+    assert len(list(model.serve(['a'] * 2, batch_size=2, max_new_tokens=1 + 8))) == 2
+    assert batches == [2] * n_chunks  # the first token has a chunk of its own
+
+
 def test_a_row_that_leaves_the_batch_takes_its_kv_cache_along(model):
     batch, held = Batch(), PrefixCache()
     prompt = model.encode('the fox')

@@ -442,7 +442,8 @@ def test_the_page_is_the_only_file_and_loads_nothing_from_elsewhere(of_run):
 
 
 @pytest.mark.parametrize('headers, status', [
-    ({}, 200), ({'Host': 'LocalHost'}, 200), ({'Host': '192.168.1.7:8000'}, 200), ({'Host': '[::1]:8000'}, 200),
+    ({}, 200), ({'Host': 'LocalHost'}, 200), ({'Host': f'{socket.gethostname()}:8000'}, 200),
+    ({'Host': '192.168.1.7:8000'}, 200), ({'Host': '[::1]:8000'}, 200),
     ({'Host': 'localhost:8000', 'Origin': 'http://localhost:8000'}, 200), ({'Host': 'evil.example:8000'}, 403),
     ({'Host': 'localhost.evil.example'}, 403), ({'Host': ''}, 403), ({'Host': 'a b'}, 403),
     ({'Host': 'localhost:8000', 'Origin': 'http://evil.example'}, 403), ({'Origin': 'null'}, 403),
@@ -452,6 +453,11 @@ def test_requests_of_another_sites_page_are_refused(of_run, headers, status):
     assert send(of_run, 'GET', '/', **headers)[0] == status
     assert send(of_run, 'GET', '/v1/models', **headers)[0] == status
     assert post(of_run, {'prompt': 'a', 'max_tokens': 1}, **headers)[0] == status
+
+
+def test_the_address_of_a_server_on_ipv6_has_brackets():
+    at = types.SimpleNamespace(host='::1', server_port=8000)
+    assert jax_apps.serve.Server.url.fget(at) == 'http://[::1]:8000'
 
 
 # -----------------------------------------------------------------------------
