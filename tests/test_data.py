@@ -209,12 +209,13 @@ def test_ends_of_conversations_that_cannot_be_are_refused(tmp_path, ends):
 def test_a_meta_pkl_is_converted_by_the_command_that_the_message_gives(tmp_path):
     write_dataset(tmp_path, np.arange(3), np.arange(3))
     (tmp_path / 'meta.json').unlink()
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 3, 'itos': {0: '\n', 1: "'", 2: 'b'}, 'stoi': {}}))
+    chars = "\n'bcdefghijkl"
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps({'vocab_size': 13, 'itos': dict(enumerate(chars)), 'stoi': {}}))
     with pytest.raises(UserError) as error:
         load_dataset_meta(tmp_path)
     command = ' '.join(str(error.value).split()).partition('convert it once: ')[2]
     subprocess.run(command, shell=True, check=True, timeout=300)
-    assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': "\n'b"}
+    assert load_dataset_meta(tmp_path)['tokenizer'] == {'kind': 'char', 'chars': chars}
 
 
 # -----------------------------------------------------------------------------

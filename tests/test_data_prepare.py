@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -172,7 +173,7 @@ def parquet(folder, documents, n_files=3, column='text'):
     """A folder of parquet files with these documents, in order."""
     pa, pq = pytest.importorskip('pyarrow'), pytest.importorskip('pyarrow.parquet')
     pytest.importorskip('datasets')
-    folder.mkdir()
+    folder.mkdir(parents=True)
     size = -(-len(documents) // n_files)
     for i in range(n_files):
         rows = pa.table({column: pa.array(documents[i*size:(i+1)*size], pa.string())})
@@ -306,10 +307,29 @@ def test_fineweb_skips_rows_without_a_text_and_says_what_is_left_for_train(tmp_p
         'fineweb', numbers, '--out_dir', tmp_path / 'none', env=bpe_env)
 
 
-def test_openwebtext_takes_a_folder_whose_name_is_a_pattern(tmp_path, bpe_env):
-    folder = parquet(tmp_path / 'in [1]', [f'document {i}' for i in range(3)])
+def test_the_files_of_fineweb_are_taken_in_the_order_of_their_names(tmp_path, bpe_env, encode):
+    """The order in which a file system lists them is another on another machine."""
+    texts = [f'document {i}' for i in range(30)]
+    parquet(tmp_path / 'hub' / 'sample' / '10BT', texts)
+    (tmp_path / 'shim' / 'sitecustomize.py').write_text(STANDIN + INSTALL + textwrap.dedent(f"""
+        import os
+        import huggingface_hub
+        huggingface_hub.snapshot_download = lambda *args, **options: {str(tmp_path / 'hub')!r}
+        listdir = os.listdir
+        os.listdir = lambda *args: sorted(listdir(*args), reverse=True)
+        """))
+    prepare('fineweb', '--val_tokens=7', '--out_dir', tmp_path / 'out', env=bpe_env)
+    train, val, _ = read(tmp_path / 'out')
+    assert [*val, *train] == [i for text in texts for i in [EOT, *encode(text)]]
+
+
+def test_openwebtext_takes_a_folder_whose_name_is_a_pattern_with_its_folders(tmp_path, bpe_env, encode):
+    texts = [f'document {i}' for i in range(6)]
+    folder = parquet(tmp_path / 'in [1]', texts[:3])
+    parquet(folder / 'more', texts[3:])
     prepare('openwebtext', folder, '--num_proc=1', '--out_dir', tmp_path / 'out', env=bpe_env)
-    read(tmp_path / 'out')
+    train, val, _ = read(tmp_path / 'out')
+    assert sorted([*train, *val]) == sorted(i for text in texts for i in [*encode(text), EOT])
 
 
 # -----------------------------------------------------------------------------

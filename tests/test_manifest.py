@@ -12,15 +12,15 @@ import jax_devices.processes
 import jax_run.manifest
 from jax_hub.tokenizer_files import write_char_tokenizer
 from jax_run.checkpoints import checkpoint_steps, choose_checkpoint, read_val_loss
-from jax_run.compare import compare_runs, read_run
+from jax_run.compare import compare_runs, mark_val_data, read_run
 from jax_run.data import load_dataset_meta
 from jax_run.manifest import (
     BLOCK, N_BLOCKS, check_agreement, describe_data, describe_file, digest_sources, find_changed, find_changes,
     find_commit, find_other_losses, flatten, say_what_differs, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
-    FAMILIES, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, records_of,
-    refusal, start, succeeded, train, write_dataset)
+    FAMILIES, MODEL, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, prepare,
+    records_of, refusal, start, succeeded, train, write_dataset)
 
 
 @pytest.fixture
@@ -256,6 +256,20 @@ def test_the_ends_of_lines_in_a_checkout_do_not_matter(tmp_path, monkeypatch):
     assert found[0] == found[1] != found[2]
 
 
+@pytest.mark.slow
+def test_a_tokenizer_in_another_place_is_the_same(tmp_path):
+    """Each of several processes may have the data elsewhere."""
+    (tmp_path / 'a.txt').write_text('the weather there\n' * 300)
+    succeeded(prepare('text', tmp_path / 'a.txt', '--tokenizer=bpe:260', '--out_dir', tmp_path / 'here'))
+    shutil.copytree(tmp_path / 'here', tmp_path / 'there')
+    found = []
+    for place in ('here', 'there'):
+        succeeded(train(tmp_path / 'out', f'--dataset={tmp_path / place}', '--max_iters=1', *MODEL, *SHORT))
+        found.append(manifest_of(tmp_path / 'out')['tokenizer'])
+        shutil.rmtree(tmp_path / 'out')
+    assert found[0] == found[1]
+
+
 def test_other_fractions_of_a_mixture_are_other_validation_data():
     files = {'val.bin': {'bytes': 8, 'samples': '0'}}
     digests = {val_digest({'data': [{'fraction': x, 'files': files}, {'fraction': 1 - x, 'files': files}]})
@@ -275,6 +289,14 @@ def test_runs_with_different_validation_data_are_marked(data, finished, flags, t
     for folder in (finished[0], tmp_path / 'out'):
         mark = val_digest(manifest_of(folder))[:8]
         assert any(str(folder) in row and mark in row for row in rows) and any(mark in label for label in labels)
+
+
+def test_a_run_of_unknown_validation_data_is_marked_so(capsys):
+    runs = [{'val_data': digest} for digest in ('a', 'b', '')]
+    mark_val_data(runs)
+    assert [run['marked'] for run in runs] == [{'val data': 'a'}, {'val data': 'b'}, {'val data': '?'}]
+    mark_val_data(runs[1:])
+    assert [run['marked'] for run in runs[1:]] == [{}, {}]
 
 
 

@@ -45,6 +45,14 @@ def test_an_evaluation_between_two_lines_of_the_log_has_its_share_of_their_time(
     assert found['seconds'] == 1 + 10 * 2 + 4 * 2
 
 
+def test_the_speed_is_the_median_of_the_log(tmp_path):
+    run = write_run(tmp_path / 'out', 0.1, [3.0])
+    records = [{'iter': i, 'time_ms': 1.0, 'tokens_per_sec': speed} for i, speed in enumerate([5.0, 130.0, 128.0])]
+    with open(run / 'metrics.jsonl', 'a') as file:
+        file.writelines(json.dumps(record) + '\n' for record in records)
+    assert read_run(run, 'iterations')['speed'] == 128
+
+
 def test_runs_that_evaluate_different_numbers_of_sequences_are_named(tmp_path, capsys):
     a = write_run(tmp_path / 'out-a', 0.1, [3.0], eval_iters=10)
     b = write_run(tmp_path / 'out-b', 0.1, [3.0], eval_iters=250)
