@@ -12,10 +12,11 @@ from jax_pretrained import load_pretrained
 from jax_run.checkpoints import choose_checkpoint
 from jax_run.load import load_run
 from jax_run.log import read_metrics
+from jax_run.pretrained import check_tokens
 from jax_run.start import check_init_from, merge_resumed_flags, print_what_is_left
 from jax_transformer import GPT
 from tests.common import (
-    MODEL, RESUME, SHORT, assert_refused, copy_folder, prepare, records_of, run_script, sample, samples_of,
+    MODEL, RESUME, SHORT, assert_refused, copy_folder, prepare, records_of, refusal, run_script, sample, samples_of,
     succeeded, train, write_dataset)
 
 LORA = ['--lora_rank=2', '--lora_alpha=4', '--learning_rate=1e-2', '--decay_lr=False']
@@ -123,6 +124,13 @@ def test_other_tokens_than_those_of_the_run_are_refused_with_the_remedy(tuned, d
     assert_refused(result, f'their ids mean something else; make it with: .*--tokenizer={first}/tokenizer ')
     write_dataset(tmp_path / 'other', range(30), range(30), vocab_size=31)
     assert_refused(train(finished[0], *RESUME, f'--dataset={tmp_path / "other"}'), 'the model knows characters')
+
+
+def test_weights_of_unknown_tokens_take_data_of_as_many_characters_only():
+    data = {'kind': 'char', 'chars': 'abc'}
+    assert check_tokens(data, 'mine', None, 'a.pt', 3) == data
+    for other, size in ((data, 4), ({'kind': 'gpt2'}, 50257)):
+        assert 'beside its weights' in refusal(check_tokens, other, 'mine', None, 'a.pt', size)
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ import jax_generate
 import jax_text
 from jax_flags import TextSampling, UserError
 from jax_generate import PrefixCache, generate
-from jax_hub.tokenizer_files import write_char_tokenizer
-from jax_hub.tokenizers import HFTokenizer
+from jax_hub.tokenizer_files import write_char_tokenizer, write_tokenizer
+from jax_hub.tokenizers import HFTokenizer, load_tokenizer
 from jax_ops.decode_weights import convert_params_for_decoding
 from jax_ops.sharding import current_mesh
 from jax_run.load import load_run
-from jax_text import Generation, TextModel, load
+from jax_text import Generation, TextModel, load, load_fitting_tokenizer
 from jax_transformer import count_params
 from tests.common import (
     GOLDEN, MODELS, TINY, apply, edit_json, random_model, random_params, sample, samples_of, slow)
@@ -447,7 +447,7 @@ def test_a_text_of_characters_is_scored_from_the_second_on(how, tolerance, run):
         model.logprobs([text, 't'])
 
 
-def test_a_tokenizer_may_know_special_tokens_that_the_model_does_not(speaking):
+def test_a_tokenizer_may_know_special_tokens_that_the_model_does_not(speaking, tmp_path):
     model = load(speaking, device='cpu:0')
     tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
     n = model.config.vocab_size
@@ -457,6 +457,10 @@ def test_a_tokenizer_may_know_special_tokens_that_the_model_does_not(speaking):
     assert load(speaking, device='cpu:0').tokenizer.vocab_size == n
     with pytest.raises(UserError, match=f'token id {n}; the model knows 0 to {n - 1}'):
         load(speaking, device='cpu:0').generate([f'a<{n}>'], max_new_tokens=1)
+    copy = {'kind': 'folder', 'path': str(tmp_path / 'copy'), 'is_copy': True}  # of a run, without a config.json
+    write_tokenizer({'kind': 'folder', 'path': str(speaking)}, tmp_path / 'copy')
+    assert load_tokenizer(copy).vocab_size == n + 1
+    assert load_fitting_tokenizer(copy, 'a run', model.config).vocab_size == n
     tokenizer.add_tokens(['not special'])
     tokenizer.save(str(speaking / 'tokenizer.json'))
     with pytest.raises(UserError, match=f'the tokenizer has {n + 2} tokens, the model only {n}'):
