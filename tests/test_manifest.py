@@ -19,8 +19,8 @@ from jax_run.manifest import (
     find_commit, find_other_losses, flatten, say_what_differs, spread_blocks, val_digest)
 from jax_run.sources import open_data
 from tests.common import (
-    FAMILIES, MODEL, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long, prepare,
-    records_of, refusal, start, succeeded, train, write_dataset)
+    FAMILIES, MODEL, RESUME, ROOT, SHORT, assert_refused, copy_folder, edit_json, edit_tensors, free_port, long,
+    prepare, records_of, refusal, start, succeeded, train, write_dataset)
 
 
 @pytest.fixture
