@@ -434,9 +434,7 @@ is_run = init_from == 'resume'
 model = load(
     out_dir if is_run else init_from, checkpoint=checkpoint if is_run else '', base=base,
     dataset=dataset, device=device, dtype=dtype, quantize=quantize, tensor=tensor, expert=expert)
-for line in (model.warning, model.title):
-    if line:
-        note(line)
+note(model.title)
 
 # texts and tasks, one after the other
 options = {'max_length': max_length, 'batch_size': batch_size, 'cache_dtype': cache_dtype}

@@ -34,7 +34,7 @@ from jax_hub.tokenizers import (
 from jax_ops.decode_weights import (
     convert_params_for_decoding, order_columns_by_rank, transpose_kernels)
 from jax_ops.matmul import without_scales
-from jax_run.checkpoints import checkpoint_steps, describe_checkpoint, is_run
+from jax_run.checkpoints import describe_checkpoint, is_run
 from jax_run.restore import restore_run
 from jax_transformer import GPTConfig, count_params
 
@@ -92,7 +92,7 @@ def load(source: str, *, checkpoint: str = '', base: str = '', dataset: str = ''
     title = f'{found.name}; {tensor} x {devices[0].device_kind}, compute in {dtype} ({reason})'
     loading = clock.lap()
     return TextModel(found.params, found.config, tokenizer, layout, title=title,
-                     warning=found.warning, clock=clock, loading=loading, about=found.about)
+                     clock=clock, loading=loading, about=found.about)
 
 
 def load_fitting_tokenizer(description, source, config):
@@ -120,7 +120,6 @@ class LoadedModel(NamedTuple):
     config: GPTConfig  # its dtype is the compute dtype
     tokenizer: dict | None  # description of it; None if it is unknown or was not asked for
     name: str  # for the user
-    warning: str = ''  # for the user
     about: dict | None = None  # for a run: see describe_checkpoint
 
 
@@ -148,8 +147,7 @@ def read_model(source, *, checkpoint, base, with_tokenizer, layout, dtype, quant
 
 
 def read_run(source, checkpoint, base, layout, dtype, quantize):
-    """Returns the LoadedModel of the run in the folder `source`. If the best checkpoint is taken
-    and there is a later one, the LoadedModel's `warning` says so. The arguments are those of
+    """Returns the LoadedModel of the run in the folder `source`. The arguments are those of
     read_model. checkpoint='' takes the best checkpoint."""
     # the checkpoint, as decoding reads it
     config, params, lora, meta = restore_run(source, checkpoint or 'best', layout, base)
@@ -157,18 +155,12 @@ def read_run(source, checkpoint, base, layout, dtype, quantize):
         from jax_run.load import load_merged  # it reads pretrained models
         params = load_merged(lora, config, layout, params)
     params = convert_params_for_decoding(params, dtype, quantize)
-    # a run that overfits has a best checkpoint long before the latest
     taken = meta['iter_num']
-    latest = checkpoint_steps(source)[0]
-    warning = ''
-    if checkpoint != 'latest' and latest > taken:
-        warning = (f'taking the best checkpoint, iteration {taken}; a later one, {latest}, is '
-                   'there: --checkpoint=latest')
     name = f'{source}, checkpoint of iteration {taken}'
     about = describe_checkpoint(source, taken, meta)
     if jax.process_count() > 1:  # each process reads its own files
         check_agreement('checkpoints', about)
-    return LoadedModel(params, config, meta['tokenizer'], name, warning, about)
+    return LoadedModel(params, config, meta['tokenizer'], name, about)
 
 
 def read_pretrained(source, with_tokenizer, layout, dtype, quantize):
@@ -208,7 +200,6 @@ class TextModel:
     tokenizer: Any
     layout: Layout
     title: str = ''  # a line for the user: where the model is from, and how it computes
-    warning: str = ''  # another line for the user
     clock: Stopwatch = dataclasses.field(default_factory=Stopwatch)
     loading: Lap | None = None  # how long loading took, in seconds
     about: dict | None = None  # for a run: iteration, digests of its manifest and of its files

@@ -203,8 +203,6 @@ if cfg.init_from == 'resume':
 model = load(
     source, checkpoint=of_run, base=cfg.base, dataset=cfg.dataset,
     device=cfg.device, dtype=cfg.dtype, quantize=cfg.quantize, tensor=cfg.tensor, expert=cfg.expert)
-if model.warning:
-    note(model.warning)
 if cfg.chat or cfg.system:
     check_template(model.tokenizer)
 

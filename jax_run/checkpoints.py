@@ -520,7 +520,8 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
 
     If one of these folders is damaged, says so on stderr and chooses the newest intact checkpoint
     instead. If no checkpoint is intact, chooses one that has lost only its checksums. Raises
-    UserError if there is no such checkpoint either."""
+    UserError if there is no such checkpoint either. Says on stderr also if the best checkpoint is
+    chosen and there is a later one."""
     check_choice('checkpoint', which, ('latest', 'best'))
     steps = checkpoint_steps(out_dir)
     run = run_folder(out_dir)
@@ -529,6 +530,7 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
         runs = [str(path.parent) for path in Path().glob('*/ckpt') if path.parent != Path(out_dir)]
         raise UserError(f'there is no complete checkpoint in {run.shown(folder)}; name the out_dir '
                         f'of a run{did_you_mean(str(out_dir), runs)}')
+    latest = steps[0]
 
     # The best one first, the others newest first. Sorting is stable: of checkpoints without an
     # evaluation the latest is the best.
@@ -550,9 +552,15 @@ def choose_checkpoint(out_dir, which='latest', items=ITEMS):
             if is_checked:
                 problems.append(str(error))
             continue
-        if problems and jax.process_index() == 0:
+        said = ''
+        if problems:
             how = 'instead' if is_checked else 'unchecked: only its checksums cannot be read'
-            warn(f'{"; ".join(problems)}; taking checkpoint {step} {how}')
+            said = f'{"; ".join(problems)}; taking checkpoint {step} {how}'
+        elif step < latest:  # a run that overfits has its best checkpoint long before the latest
+            said = (f'taking the best checkpoint, iteration {step}; a later one, {latest}, is '
+                    'there: --checkpoint=latest')
+        if said and jax.process_index() == 0:
+            warn(said)
         return step, meta
     raise UserError(f'{"; ".join(problems)}; there is no intact one')
 

@@ -109,6 +109,19 @@ def test_damage_to_any_file_of_a_checkpoint_is_named_and_the_newest_intact_one_i
     assert choose_checkpoint(three_checkpoints, which)[0] == 2
 
 
+def test_who_takes_the_best_checkpoint_is_told_of_a_later_one(tiny_state, tmp_path, capsys):
+    manager = open_checkpoints(tmp_path, keep=3)
+    for i in (1, 2, 3):
+        save_checkpoint(manager, i, tiny_state, META, val_loss=float(i))
+    finish_checkpoints(manager)
+    capsys.readouterr()
+    assert choose_checkpoint(tmp_path, 'best')[0] == 1
+    said = 'taking the best checkpoint, iteration 1; a later one, 3, is there: --checkpoint=latest\n'
+    assert capsys.readouterr().err == said
+    assert choose_checkpoint(tmp_path, 'latest')[0] == 3
+    assert capsys.readouterr().err == ''
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_damaged(three_checkpoints, monkeypatch):
     def forbidden(path):
         raise PermissionError(errno.EACCES, 'Permission denied', str(path))

@@ -72,13 +72,15 @@ def test_sampling_takes_the_best_or_the_latest(finished):
 
 
 @pytest.mark.slow
-def test_sampling_says_that_a_later_checkpoint_than_the_best_exists(run_copy):
+def test_sampling_says_that_a_later_checkpoint_than_the_best_exists(run_copy, tmp_path):
     best = re.search(r'checkpoint of iteration (\d+)', sample(run_copy, '--max_new_tokens=1').stderr)[1]
     worse = ['--max_iters=22', '--learning_rate=10.0', '--warmup_iters=0', '--decay_lr=False']
     succeeded(train(run_copy, *RESUME, *worse))
     line = f'taking the best checkpoint, iteration {best}; a later one, 22, is there: --checkpoint=latest\n'
     assert line in sample(run_copy, '--max_new_tokens=1').stderr
     assert 'a later one' not in sample(run_copy, '--max_new_tokens=1', '--checkpoint=latest').stderr
+    exported = succeeded(run_script('export_jax.py', f'--out_dir={run_copy}', f'--folder={tmp_path / "model"}'))
+    assert line in exported.stderr
 
 
 @pytest.mark.slow
