@@ -181,17 +181,20 @@ def layers_with_rope(hf):
     return hf.no_rope_layers
 
 
+# OLMo 2 and 3 normalize outputs of attention and MLP, and all heads of a token together
+OLMO_NORMS = {'block_norms': 'post', 'qk_norm': 'all_heads'}
+
+
 def olmo2_config(hf):
     """Returns the fields of GPTConfig, {name: value}, for an OLMo 2 model. hf: the config of the
     model, as transformers reads it."""
-    return llama_config(hf) | {'block_norms': 'post', 'qk_norm': 'all_heads'}
+    return llama_config(hf) | OLMO_NORMS
 
 
 def olmo3_config(hf):
     """Returns the fields of GPTConfig, {name: value}, for an OLMo 3 model. hf: the config of the
     model, as transformers reads it."""
-    return (llama_fields(hf) | ropes_by_layer_type(hf) | window_fields(hf)
-            | {'block_norms': 'post', 'qk_norm': 'all_heads'})
+    return llama_fields(hf) | ropes_by_layer_type(hf) | window_fields(hf) | OLMO_NORMS
 
 
 def gemma_fields(hf):

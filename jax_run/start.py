@@ -233,8 +233,8 @@ def new_model(flags, meta, dtype):
 def continued_model(flags, given, resumed, meta, dtype):
     """Returns the Model of a run that is resumed. given: the flags that the user gave. resumed: the
     metadata of the run's checkpoint. meta: what load_mixture_meta returns. dtype: the dtype of
-    computation. Raises UserError if the tokenizer of the data set gives
-    other ids than the run's tokenizer."""
+    computation. Raises UserError if the tokenizer of the data set gives other ids than the run's
+    tokenizer."""
     out_dir = flags['out_dir']
 
     # the model; only without learned positions may block_size be another
