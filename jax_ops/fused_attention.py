@@ -154,12 +154,12 @@ def cudnn_attention(qkv, scores, *, sinks_H):
     """Computes fused_causal_attention by cuDNN's flash attention, which is called without sinks, a
     cap of the scores or packed rows. So this function raises UserError if sinks_H or qkv.start_BxT
     is not None, or if scores.cap is not 0. scores.chunk must be 0, divide T, or be at least T."""
-    *arrays, start_BxT = qkv
-    if sinks_H is not None or scores.cap or start_BxT is not None:
+    if sinks_H is not None or scores.cap or qkv.start_BxT is not None:
         raise UserError('cudnn attention has no sinks, cap of scores or packed rows: use '
                         'attention=chunked')
     B, T, H, K = qkv.q_BxTxHxK.shape
     chunk, window = scores.chunk, scores.window
+    arrays = qkv[:3]
     if chunk and chunk < T:  # each chunk is computed as a sequence of its own
         arrays = [x.reshape(B * T // chunk, chunk, *x.shape[2:]) for x in arrays]
     local_window_size = None
