@@ -447,6 +447,21 @@ def test_a_text_of_characters_is_scored_from_the_second_on(how, tolerance, run):
         model.logprobs([text, 't'])
 
 
+def test_the_pieces_of_a_text_show_no_beginning_of_the_longest_stop_text():
+    class Growing:
+        """A Generation of which the text is 'ab', then 'abcdefsto', then ended by 'stop!'."""
+        stops = ('x', 'stop!')
+        stopped = [False]
+        prompt_texts = ['']
+
+        def __iter__(self):
+            for text in ('ab', 'abcdefsto', 'abcdef'):
+                self.texts, self.stopped = [text], [text == 'abcdef']
+                yield
+
+    assert list(Generation.pieces(Growing())) == ['', 'abcd', 'ef', '']
+
+
 def test_a_tokenizer_may_know_special_tokens_that_the_model_does_not(speaking, tmp_path):
     model = load(speaking, device='cpu:0')
     tokenizer = Tokenizer.from_file(str(speaking / 'tokenizer.json'))
