@@ -591,10 +591,9 @@ class Generation:
         self.n_read = list(self.lengths)  # number of tokens of each row that texts has
 
         # how to sample: the caller's values, else those of generation_config.json, else nanoGPT's
-        missing = {**model.defaults, 'n_vocab': tokenizer.vocab_size}
-        if sampling.seed is None:
-            missing['seed'] = secrets.randbelow(2**32)
-        missing = {name: value for name, value in missing.items()
+        defaults = {
+            **model.defaults, 'n_vocab': tokenizer.vocab_size, 'seed': secrets.randbelow(2**32)}
+        missing = {name: value for name, value in defaults.items()
                    if getattr(sampling, name) is None}
         self.sampling = dataclasses.replace(
             sampling, **missing,
