@@ -18,6 +18,7 @@ import types
 from pathlib import Path
 import jax_devices.layout
 import jax_devices.setup
+import jax_run.log
 import jax_run.sources
 import jax_train_utils
 
@@ -826,6 +827,7 @@ class FakeWandb:
 
     def init(self, **settings):
         self.started += 1
+        self.settings = settings
         return self
 
     def finish(self, exit_code):
@@ -866,6 +868,20 @@ def test_a_run_goes_on_without_wandb_if_that_fails(flags, tmp_path, monkeypatch)
     done = succeeded(train(tmp_path, *flags, '--wandb_log=True'))
     assert done.stderr == 'wandb does not log any more, from iteration 0 on: division by zero\n'
     assert choose_checkpoint(tmp_path)[0] == 20
+
+
+def test_wandb_learns_that_a_run_has_failed_and_is_asked_for_the_run_that_is_resumed(flags, tmp_path, monkeypatch):
+    wandb = FakeWandb(monkeypatch)
+    flags = [*flags, '--wandb_log=True']
+    with monkeypatch.context() as patch:
+        patch.setattr(jax_run.log.RunLog, 'iteration', lambda *args: 1 / 0)
+        assert train(tmp_path, *flags, '--max_iters=3').returncode == 1
+    assert wandb.exit_code == 1
+    assert wandb.settings['id'] is None
+    assert (wandb.settings['project'], wandb.settings['name']) == ('owt', 'gpt2')
+    succeeded(train(tmp_path, '--init_from=resume', '--wandb_log=True', '--wandb_run_name=b', '--max_iters=4'))
+    assert (wandb.settings['id'], wandb.settings['resume'], wandb.exit_code) == ('some-id', 'allow', 0)
+    assert wandb.settings['config']['max_iters'] == 4 and wandb.settings['name'] == 'b'
 
 
 def test_a_model_that_a_run_starts_from_is_not_overwritten_by_it(finished, flags, tmp_path, monkeypatch):
