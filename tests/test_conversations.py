@@ -17,7 +17,7 @@ from jax_flags import UserError
 from jax_hub.chats import bytes_of_spans
 from jax_hub.tokenizer_files import copy_tokenizer
 from jax_hub.tokenizers import GPT2Tokenizer, HFTokenizer
-from jax_run.data import same_tokens
+from jax_run.data import load_mixture_meta, same_tokens
 from jax_text import TextModel
 from jax_transformer import GPTConfig
 from tests.common import (
@@ -934,7 +934,7 @@ def test_a_template_whose_prompt_ends_in_a_space_is_refused(tmp_path):
     assert_refused(prepare('chat', *arguments, '--template=chatml'), 'make the vocabulary with .*/prepare.py --chat')
 
 
-def test_a_run_keeps_the_template_of_the_chats_it_is_trained_on_in_any_order_and_after_a_resume(tmp_path):
+def test_a_run_keeps_the_template_of_the_chats_it_is_trained_on_in_any_order_and_after_a_resume(tmp_path, capsys):
     (tmp_path / 'fox.txt').write_text((TEXT + 'User:\nAssistant:\n---?.0123456789') * 60)
     (tmp_path / 'chats.jsonl').write_text('\n'.join(
         json.dumps({'messages': [{'role': 'user', 'content': f'what does number {i} do?'},
@@ -955,6 +955,9 @@ def test_a_run_keeps_the_template_of_the_chats_it_is_trained_on_in_any_order_and
     result = succeeded(train(tmp_path / 'both', f'--dataset={chats}:0.5,{others}:0.5', *CHATTER))
     assert kept(tmp_path / 'both') == template
     assert 'others has another chat template than the data sets before it, which is kept' in result.stderr
+    capsys.readouterr()
+    load_mixture_meta(f'{chats}:0.5,{data}:0.5')
+    assert capsys.readouterr().err == ''  # a text has none
     succeeded(train(tmp_path / 'first', f'--dataset={data}', *CHATTER))
     assert not (tmp_path / 'first' / 'tokenizer').exists()
     resumed = train(tmp_path / 'first', '--init_from=resume', f'--dataset={chats}', '--max_iters=6', '--device=cpu:0')
