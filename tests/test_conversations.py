@@ -599,6 +599,9 @@ def test_a_message_of_another_in_an_answer_is_an_error_but_the_same_words_are_no
     tokenizer = made(stray)
     message = refusal(tokenizer.encode_training_chat, [SYSTEM, *TURNS])
     assert 'writes message 0, of the role "system", into an answer' in message
+    # also into one of several answers
+    tokenizer = made(stray.replace('messages[0].content', '(messages[0].content if loop.last else "")'))
+    assert 'into an answer' in refusal(tokenizer.encode_training_chat, [SYSTEM, *TURNS, *TURNS])
     same = [ASK, {'role': 'assistant', 'content': 'abcd'}]
     assert counted_text(made(QWEN), same)[1] == 'abcd</s>'
 
