@@ -138,6 +138,35 @@ def test_rows_join_and_leave_any_model_while_its_cache_grows(name, monkeypatch):
     assert batch.decoder is None and batch.rows == []
 
 
+def test_a_longer_row_joins_shorter_ones(monkeypatch):
+    """The batch then gets more columns while the shorter rows stay in it."""
+    monkeypatch.setattr(jax_generate, 'round_up_slots', lambda n: max(8, jax_generate.power_of_two(int(n))))
+    config = MODELS['windows']
+    params = random_params(config)
+
+    def start(n_prompt, n_new):
+        idx = np.random.default_rng(n_prompt).integers(37, size=(1, n_prompt))
+        sampling = jax_generate.Sampling(max_new_tokens=n_new, temperature=0)
+        return start_rows(params, config, Prompts(idx, jax.random.key(0)), sampling, logprobs=True)
+
+    batch = Batch()
+    sizes = (2, 6), (3, 5), (9, 23)
+    rows = [batch.join(start(*size)) for size in sizes[:2]]
+    rows[0].advance(2)
+    rows[1].advance(2)
+    n_before = batch.decoder.n_columns
+    rows.append(batch.join(start(*sizes[2])))
+    rows[2].advance(2)
+    assert n_before == 8 and batch.decoder.n_columns == 32 and rows[0].place is not None
+    for row, size in zip(rows, sizes):
+        while not row.is_over:
+            result = row.advance(8)
+        row.close()
+        expected = start(*size).advance(100)
+        np.testing.assert_array_equal(result.tokens, expected.tokens)
+        np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+
+
 @pytest.mark.parametrize('name, how', [
     ('learned positions', {}), *[slow(name, {}) for name in MODELS if name != 'learned positions'],
     slow('learned positions', dict(dtype='bfloat16')), slow('learned positions', dict(quantize='int8')),
