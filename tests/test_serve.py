@@ -163,6 +163,38 @@ def test_a_chat_is_the_answer_of_sample_jax_with_the_same_seed_streamed_or_not(o
     assert usage.usage == answer.usage and usage.choices == []
 
 
+def test_answers_and_chunks_say_what_they_are(of_run, of_chats):
+    with client_of(of_run) as client:
+        streamed = list(client.completions.create(model='tiny', prompt='the fox', stream=True, max_tokens=3))
+    for found, kind, prefix in (
+            ([complete(of_run, max_tokens=3)], 'text_completion', 'cmpl-'),
+            (streamed, 'text_completion', 'cmpl-'),
+            ([ask(of_chats, max_tokens=3)], 'chat.completion', 'chatcmpl-'),
+            (ask(of_chats, max_tokens=3, stream=True), 'chat.completion.chunk', 'chatcmpl-')):
+        assert {(part.object, part.model) for part in found} == {(kind, 'tiny')}
+        assert len({part.id for part in found}) == 1 and found[0].id.startswith(prefix)
+        assert abs(found[0].created - time.time()) < 60
+
+
+def test_an_answer_under_way_is_completed_after_stop(finished):
+    with serving(finished[0]) as server, client_of(server) as client:
+        whole = complete(server, max_tokens=60, seed=3).choices[0].text
+        chunks = client.completions.create(model='tiny', prompt='the fox', stream=True, max_tokens=60, seed=3)
+        texts = [next(chunks).choices[0].text]
+        server.stop()
+        reader = threading.Thread(target=lambda: texts.extend(chunk.choices[0].text for chunk in chunks), daemon=True)
+        reader.start()
+        reader.join(60)
+        assert ''.join(texts) == whole
+
+
+def test_a_connection_is_closed_after_its_answer(of_run):
+    with socket.create_connection(('127.0.0.1', of_run.server_port), timeout=60) as client:
+        client.sendall(b'GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n')
+        answer = b''.join(iter(lambda: client.recv(2**16), b''))  # to the end of the connection
+    assert answer.startswith(b'HTTP/1.1 200 ') and b'Connection: close' in answer
+
+
 def test_what_a_request_leaves_out_is_what_the_server_was_started_with(finished):
     model, options = load(finished[0], device='cpu:0'), {'temperature': 0, 'max_new_tokens': 30}
     whole = model.generate('the fox', **options)
