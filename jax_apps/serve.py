@@ -915,11 +915,10 @@ class Handler(BaseHTTPRequestHandler):
         """Sends an answer: its HTTP status, the headers with `kind` as Content-Type, and `content`,
         bytes. If content is None, sends status and headers only; send_part then sends the parts of
         a stream."""
-        self.close_connection = True
         if self.request_version == 'HTTP/0.9':
             self.request_version = 'HTTP/1.0'  # whatever was asked, a status comes first
         self.send_response(status)
-        self.send_header('Connection', 'close')
+        self.send_header('Connection', 'close')  # http.server closes it, too
         self.send_header('Content-Type', kind)
         self.send_header('Cache-Control', 'no-store')
         self.send_header('Content-Security-Policy', PAGE_POLICY)
