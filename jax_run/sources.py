@@ -231,6 +231,8 @@ class Windows:
         token_bytes: the number of bytes of each token id, for bits per byte. With None, the
         Evaluation has no number of bytes. Raises UserError if no target is part of the loss."""
         places = self.spread(n_rows)
+        if self.mask is None and token_bytes is None:  # nothing to count: a start reads no windows
+            return Evaluation(places)
         batch = self.read(places)
         counts = np.ones(batch['y'].shape, bool)
         if self.mask is not None:

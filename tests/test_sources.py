@@ -213,6 +213,13 @@ def test_an_evaluation_reads_windows_from_the_first_to_the_last_token(n_rows):
     assert len(batch['x']) == n_rows and batch['x'][0, 0] == 0 and batch['y'][-1, -1] == 999
 
 
+def test_where_nothing_is_to_be_counted_the_start_of_a_run_reads_no_windows(monkeypatch):
+    text = open_source(np.arange(1000, dtype=np.uint16), block_size=16, seed=0)
+    monkeypatch.setattr(text, 'read', None)  # reading would fail
+    evaluation = text.evaluation(5)
+    assert (len(evaluation.places), evaluation.share, evaluation.n_bytes) == (5, 1, None)
+
+
 def test_targets_without_bytes_are_no_division_by_zero():
     text = open_source(np.arange(100, dtype=np.uint16), block_size=16, seed=0)
     evaluation = text.evaluation(2, token_bytes=np.zeros(100, int))
