@@ -30,8 +30,8 @@ import time
 from pathlib import Path
 
 from jax_flags import (
-    JSON_LINES, UserError, check_needs, check_source, digest, parse_json, read_flags, read_text, start_script,
-    warn, write_text)
+    JSON_LINES, UserError, check_needs, check_source, digest, parse_json, read_flags, read_text,
+    start_script, warn, write_text)
 from jax_hub.folders import path_inside
 
 # -----------------------------------------------------------------------------

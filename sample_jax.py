@@ -13,8 +13,8 @@ import sys
 import time
 
 from jax_flags import (
-    JSON_LINES, TextSampling, UserError, check_needs, check_ranges, check_source, digest, read_flags,
-    read_text, start_script)
+    JSON_LINES, TextSampling, UserError, check_needs, check_ranges, check_source, digest,
+    read_flags, read_text, start_script)
 
 # -----------------------------------------------------------------------------
 init_from = 'resume' # 'resume' (from out_dir), 'gpt2' (-medium ...), a Hugging Face folder, owner/name, ckpt.pt

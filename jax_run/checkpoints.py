@@ -18,8 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from jax_devices.processes import gather_texts
 from jax_flags import (
-    TryAgain, UserError, check_choice, did_you_mean, digest, exit_if_peer_died, is_in_bucket, lock_file,
-    parse_json, printable, read_json, warn, write_text)
+    TryAgain, UserError, check_choice, did_you_mean, digest, exit_if_peer_died, is_in_bucket,
+    lock_file, parse_json, printable, read_json, warn, write_text)
 from jax_hub.folders import path_inside
 from jax_hub.tokenizers import locate_tokenizer
 from jax_transformer import WEIGHTS, GPTConfig

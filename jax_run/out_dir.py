@@ -352,8 +352,8 @@ def set_damaged_aside(run, resumed_at):
     says why).
 
     run: a DiskRun or BucketRun. resumed_at: the iteration from which the run resumes. It is None if
-    the run is not resumed; then only checkpoints with damaged metrics are renamed. Raises OSError as
-    read_val_loss does."""
+    the run is not resumed; then only checkpoints with damaged metrics are renamed. Raises OSError
+    as read_val_loss does."""
     folder = run.files / 'ckpt'
     for step in list_steps(folder):
         path = folder / str(step)

@@ -299,7 +299,6 @@ def test_a_run_of_unknown_validation_data_is_marked_so(capsys):
     assert [run['marked'] for run in runs[1:]] == [{}, {}]
 
 
-
 def test_a_resume_says_which_versions_and_settings_are_others(run_copy, finished, monkeypatch):
     manifest = manifest_of(finished[0])
     assert manifest['settings']['jax_default_prng_impl'] == 'threefry2x32' and manifest['devices']['number'] == 1
